@@ -23,7 +23,7 @@ from meshwright.train.loop import train
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "images"
 CONFIG = TrainConfig(
-    mesh=(("dp", 2),), stored_over="dp", static=True, passes=("data-parallel-optimization",), steps=2000, batch=8,
+    mesh=(("dp", 2),), fsdp="dp", static=True, passes=("data-parallel-optimization",), steps=2000, batch=8,
     lr=1e-3,
 )  # fmt: skip
 LAST = 100
@@ -48,9 +48,9 @@ CURVES = {
     "float32": Curve("#e08214"),
     "bfloat16": Curve("#2a6fbb", 5e-3, {"precision": "bf16"}),
     # Of plain data parallelism: there sums are encoded too.
-    "float32, sent as float8": Curve("#1b7837", 1e-2, {"wire": "float8", "stored_over": None}),
+    "float32, sent as float8": Curve("#1b7837", 1e-2, {"grad_comm": "float8", "fsdp": None}),
     "float32, gathered as float8": Curve("#b2182b", 1e-2, {"gather": "float8"}),
-    "float32, sent as bfloat16": Curve("#762a83", 1e-2, {"wire": "bf16", "stored_over": None}),
+    "float32, sent as bfloat16": Curve("#762a83", 1e-2, {"grad_comm": "bf16", "fsdp": None}),
 }
 DRAWN = {
     "precision": ["float32", "bfloat16"],

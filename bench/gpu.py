@@ -129,7 +129,7 @@ def fused(mesh: mw.Mesh, where: Where) -> Found:
     plain = _network(where)
     batch = _batch(plain, where)
     want = _steps(plain, _adamw(plain, fused=True), batch)
-    model = mw.shard_module(_network(where), mesh, stored_over=mesh.axes[0])
+    model = mw.shard_module(_network(where), mesh, fsdp=mesh.axes[0])
     laid = mw.shard_tensor(batch, mesh, {mesh.axes[0]: mw.Shard(0)})
     return _close(_steps(model, mw.shard_optimizer(_adamw(model, fused=True)), laid), want)
 
@@ -139,7 +139,7 @@ def hosted(mesh: mw.Mesh, where: Where, **options: Any) -> Found:
     plain = _network(where)
     batch = _batch(plain, where)
     want = _steps(plain, _adamw(plain), batch, 5)
-    model = mw.shard_module(_network(where), mesh, stored_on="cpu", **options)
+    model = mw.shard_module(_network(where), mesh, offload="cpu", **options)
     laid = mw.shard_tensor(batch, mesh, {mesh.axes[0]: mw.Shard(0)})
     answer = _close(_steps(model, _adamw(model), laid, 5), want)
     model(laid).square().mean().backward()
@@ -184,20 +184,20 @@ CHECKS: dict[str, tuple[Sizes, Check]] = {
         BOTH, partial(trained, dtype="float64", sequence_parallel=True, dropout=0.1),
     ),
     "--verify tp=3": ({"tp": 3}, partial(trained, dtype="float64")),
-    "--verify dp=4 --stored-over dp --accumulate 4": (
-        DATA, partial(trained, dtype="float64", stored_over="dp", accumulate=4),
+    "--verify dp=4 --fsdp dp --accumulate 4": (
+        DATA, partial(trained, dtype="float64", fsdp="dp", accumulate=4),
     ),
     "--verify dp=2,tp=2 --static": (BOTH, partial(trained, dtype="float64", static=True)),
     "--verify dp=2,tp=2 --dtype bfloat16": (BOTH, partial(trained, dtype="bfloat16")),
     "initial values and dropout": (BOTH, drawn),
     "fused AdamW, ZeRO-3": (DATA, fused),
     "stored on the host": (DATA, hosted),
-    "stored on the host, ZeRO-3": (DATA, partial(hosted, stored_over="dp")),
+    "stored on the host, ZeRO-3": (DATA, partial(hosted, fsdp="dp")),
     "stored on the host, ZeRO-3, reduced in float64": (
-        DATA, partial(hosted, stored_over="dp", precision=mw.Precision(reduce=torch.float64)),
+        DATA, partial(hosted, fsdp="dp", precision=mw.Precision(reduce=torch.float64)),
     ),
-    "--verify dp=2,tp=2 --stored-over dp --stored-on cpu --accumulate 2": (
-        BOTH, partial(trained, dtype="float64", stored_over="dp", stored_on="cpu", accumulate=2),
+    "--verify dp=2,tp=2 --fsdp dp --offload cpu --accumulate 2": (
+        BOTH, partial(trained, dtype="float64", fsdp="dp", offload="cpu", accumulate=2),
     ),
     "overlapped reductions on a stream": (DATA, overlapped),
     "captured step": (DATA, captured),
@@ -347,7 +347,7 @@ FIRST = (  # the most telling, in case the time is short; the others follow in t
     "initial values and dropout",
     "overlapped reductions on a stream",
     "--verify dp=2,tp=2 --static",
-    "--verify dp=4 --stored-over dp --accumulate 4",
+    "--verify dp=4 --fsdp dp --accumulate 4",
     "torch.compile",
     "Meshwright, captured, inductor",
 )

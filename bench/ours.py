@@ -26,13 +26,13 @@ class DataParallel(Alone):
     name = DP
     axis = "dp"
     batch: dict[str, mw.Placement] = {"dp": mw.Shard(0)}  # noqa: RUF012
-    stored_over: str | None = None
+    fsdp: str | None = None
     precision: mw.Precision | None = None
 
     def wrapped(self, model: nn.Module) -> Any:
         """The model, laid out."""
         self.mesh = mw.init_mesh({self.axis: dist.get_world_size()})
-        return mw.shard_module(model, self.mesh, self.layouts(), stored_over=self.stored_over, precision=self.precision)
+        return mw.shard_module(model, self.mesh, self.layouts(), fsdp=self.fsdp, precision=self.precision)
 
     def layouts(self) -> dict[str, Any]:
         """Of the weights."""
@@ -73,14 +73,14 @@ class Zero3(DataParallel):
     """Parameters, gradients and states stored in parts over dp, in units of a block as FSDP2's."""
 
     name = ZERO3
-    stored_over = "dp"
+    fsdp = "dp"
 
 
 class CapturedDataParallel:
     """The captured step with its passes."""
 
     name = CAPTURED_DP
-    stored_over: str | None = None
+    fsdp: str | None = None
     precision: mw.Precision | None = None
     option = ""
 
@@ -109,7 +109,7 @@ class CapturedDataParallel:
                 passes.append(f"gradient-merge:k_steps={len(batches)}")
             self.compiled = mw.compile_step(
                 self.model, lambda m, b: m(*b), self.optimizer, placed[0], mesh=self.mesh, passes=passes,
-                stored_over=self.stored_over, precision=self.precision,
+                fsdp=self.fsdp, precision=self.precision,
             )  # fmt: skip
         for batch in placed:
             loss = self.compiled(batch)
@@ -120,7 +120,7 @@ class CapturedZero3(CapturedDataParallel):
     """The captured step of ZeRO-3 with its passes."""
 
     name = CAPTURED_ZERO3
-    stored_over = "dp"
+    fsdp = "dp"
 
 
 OURS: tuple[Any, ...] = (DataParallel, CapturedDataParallel, TensorParallel, Zero3, CapturedZero3)

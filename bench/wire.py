@@ -66,27 +66,27 @@ class TorchOnWire(AloneOnWire, DataParallelOfTorch):
 class EagerOnWire(ours.DataParallel):
     """Ours, with buckets of so many KiB."""
 
-    def __init__(self, wire: Wire, bucket_kib: int | None = None, stored_over: str | None = None) -> None:
-        self.name = "eager zero3" if stored_over else f"eager {bucket_kib} KiB"
-        self.wire, self.stored_over = wire, stored_over
+    def __init__(self, wire: Wire, bucket_kib: int | None = None, fsdp: str | None = None) -> None:
+        self.name = "eager zero3" if fsdp else f"eager {bucket_kib} KiB"
+        self.wire, self.fsdp = wire, fsdp
         self.options: dict[str, Any] = {} if bucket_kib is None else {"bucket_bytes": bucket_kib << 10}
 
     def setup(self, make: Make) -> None:
         """Over the wire."""
-        self.mesh = joined(self.wire, self.stored_over is not None)
-        self.model = mw.shard_module(make(), self.mesh, {}, stored_over=self.stored_over, **self.options)
+        self.mesh = joined(self.wire, self.fsdp is not None)
+        self.model = mw.shard_module(make(), self.mesh, {}, fsdp=self.fsdp, **self.options)
         self.optimizer = mw.shard_optimizer(sgd(self.model))
 
 
 class CapturedOnWire(ours.CapturedDataParallel):
     """Ours, captured; ``option`` of its pass."""
 
-    def __init__(self, wire: Wire, name: str, option: str, stored_over: str | None = None) -> None:
-        self.name, self.wire, self.option, self.stored_over = name, wire, f":{option}", stored_over
+    def __init__(self, wire: Wire, name: str, option: str, fsdp: str | None = None) -> None:
+        self.name, self.wire, self.option, self.fsdp = name, wire, f":{option}", fsdp
 
     def joined(self) -> mw.Mesh:
         """Over the wire."""
-        return joined(self.wire, self.stored_over is not None)
+        return joined(self.wire, self.fsdp is not None)
 
     def optimized(self) -> Any:
         """The cheap one."""
@@ -182,8 +182,8 @@ def measure_zero(effort: Effort) -> Samples:
     """Milliseconds: of a step without the wire's time, sent, exposed, and the least that any schedule exposes."""
     wire, (make, data) = Wire(ALPHA, GB_PER_S * 1e9), problem(effort)
     contenders: list[Any] = [
-        EagerOnWire(wire, stored_over="dp"),
-        CapturedOnWire(wire, "captured zero3", AUTO, stored_over="dp"),
+        EagerOnWire(wire, fsdp="dp"),
+        CapturedOnWire(wire, "captured zero3", AUTO, fsdp="dp"),
     ]
     names = ("compute", "sent", "exposed", BOUND)
     found: Samples = {case: {c.name: [] for c in contenders} for case in names}

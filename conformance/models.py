@@ -104,7 +104,7 @@ def eager(case: zoo.Case, plan: str, mesh: mw.Mesh) -> Numbers:
     made = Numbers()
     torch.manual_seed(0)
     model, batch = case.build(), case.batch(torch.Generator().manual_seed(1))
-    mw.shard_module(model, mesh, zoo.plan(plan, case, model), stored_over="dp" if plan == "zero" else None)
+    mw.shard_module(model, mesh, zoo.plan(plan, case, model), fsdp="dp" if plan == "zero" else None)
     optimizer = mw.shard_optimizer(torch.optim.AdamW(model.parameters(), **ADAMW))
     batch = {k: mw.shard_tensor(v, mesh, {"dp": mw.Shard(0)}) for k, v in batch.items()}
     for step in range(STEPS):
@@ -126,7 +126,7 @@ def static(case: zoo.Case, plan: str, mesh: mw.Mesh) -> Numbers:
     model, batch = case.build(), case.batch(torch.Generator().manual_seed(1))
     step = mw.compile_step(
         model, case.loss, torch.optim.AdamW(model.parameters(), **ADAMW), batch, mesh=mesh,
-        layouts=zoo.plan(plan, case, model), batch={"dp": mw.Shard(0)}, stored_over="dp" if plan == "zero" else None,
+        layouts=zoo.plan(plan, case, model), batch={"dp": mw.Shard(0)}, fsdp="dp" if plan == "zero" else None,
         gradients=True,
     )  # fmt: skip
     for number in range(STEPS):

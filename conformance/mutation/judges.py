@@ -9,15 +9,15 @@ SOURCE = ROOT / "src" / "meshwright"
 
 _CONVERSIONS = "conversions resharding convert convert_steps reduce_types partial_precision"
 _RULES = "rule_strategies notation rules_book rules_basic choose partial arguments errors"
-_CHOICE = "choice_types choice_prices choose moved_splits routes partial stored_on warm_plans inference cut_graphs"
+_CHOICE = "choice_types choice_prices choose moved_splits routes partial offload warm_plans inference cut_graphs"
 _DISPATCH = "routes warm_plans errors api autograd writes views partial moved_splits pieces tensor autocast"
 _DISPATCH += " inference gradient_types cut_graphs arguments call_counts check_mode lengths plain_tensors"
 _DISPATCH += " keys written_bases written_memory attention rows_of_shards zero_sizes calls_by_name"
 _DISPATCH += " functions modes copies_of_views operators autocast_weights calls leaves casts binding experts sending"
 _DISPATCH += " views_by_hand runs_by_hand"
 _PASSES = "passes passes_by_hand program_passes data_parallel_optimization gradient_merge batch_weights"
-_PASSES += " gathers_on_wires program_recompute saved_split_captured captured_zero buckets"
-_PASSES += " levels gradients fused_graphs losses_of_micro_batches loss_scale_exact regather"
+_PASSES += " gathers_on_wires program_recompute shard_checkpoint_inputs_captured captured_zero buckets"
+_PASSES += " levels gradients fused_graphs losses_of_micro_batches loss_scale_exact reshard_after_forward"
 _PASSES += " recompute_by_hand gathers_by_hand split_checkpoints"
 _CHECK = "check_by_hand program_verify program_errors program_files agreement passes passes_by_hand"
 
@@ -48,8 +48,8 @@ _OWN = {
     "passes/levels.py": "levels passes_by_hand",
     "passes/scaling.py": "passes_by_hand",
     "passes/recompute.py": "recompute_by_hand program_recompute",
-    "passes/regather.py": "regather program_recompute",
-    "passes/split_checkpoints.py": "split_checkpoints saved_split_captured",
+    "passes/reshard_after_forward.py": "reshard_after_forward program_recompute",
+    "passes/split_checkpoints.py": "split_checkpoints shard_checkpoint_inputs_captured",
     "passes/splitting.py": "fused_graphs",
     "dispatch/binding.py": "binding calls_by_name",
     "dispatch/calls.py": "calls operators",

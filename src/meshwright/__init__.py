@@ -43,7 +43,7 @@ if TYPE_CHECKING or not _COMMAND:
         to_dtensor,
         unshard,
     )
-    from .tensor.split_checkpoints import saved_split
+    from .tensor.split_checkpoints import shard_checkpoint_inputs
 
 if TYPE_CHECKING:
     from . import passes
@@ -150,7 +150,7 @@ __all__ = [
     "rule",
     "save_program",
     "save_weights",
-    "saved_split",
+    "shard_checkpoint_inputs",
     "shard_dataloader",
     "shard_module",
     "shard_optimizer",

@@ -47,9 +47,9 @@ ONLY_TP = mw.Mesh({"tp": 3})
 PLANS: dict[str, tuple[mw.Mesh, dict[str, Any], dict[str, Any]]] = {
     "one": (ONE, {}, {}),
     "dp": (DP, {}, {}),
-    "zero1": (DP, {}, {"states_over": "dp"}),
-    "zero3": (DP, {"stored_over": "dp"}, {}),
-    "dp-tp": (BOTH, {"placements": TP}, {"states_over": "dp"}),
+    "zero1": (DP, {}, {"shard_states": "dp"}),
+    "zero3": (DP, {"fsdp": "dp"}, {}),
+    "dp-tp": (BOTH, {"placements": TP}, {"shard_states": "dp"}),
     "tp": (ONLY_TP, {"placements": TP}, {}),
 }
 

@@ -50,8 +50,8 @@ def test_train_goes_on_where_it_was_saved(text: str, tmp_path: Path) -> None:
     config = replace(SMALL, data=(text,), save=str(tmp_path / "run"), save_every=2, resume=True)
     losses = losses_of(replace(config, steps=3))  # nothing to resume from
     assert mw.Checkpoints(tmp_path / "run").steps == [3, 2]
-    losses += losses_of(replace(config, steps=5, mesh=(("dp", 2), ("tp", 2)), states_over="dp"))
-    losses += losses_of(replace(config, steps=6, mesh=(("dp", 2),), stored_over="dp", static=True))
+    losses += losses_of(replace(config, steps=5, mesh=(("dp", 2), ("tp", 2)), shard_states="dp"))
+    losses += losses_of(replace(config, steps=6, mesh=(("dp", 2),), fsdp="dp", static=True))
     assert max(abs(a - b) for a, b in zip(losses, whole, strict=True)) < 1e-12
     assert mw.Checkpoints(tmp_path / "run").steps == [6, 5]
     with pytest.raises(OptionError, match="newest checkpoint is of step 6: take more --steps than 6"):

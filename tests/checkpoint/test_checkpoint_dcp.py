@@ -71,7 +71,7 @@ def test_onto_any_mesh(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     right = state(1)
     saved = {"model": right, "optim": {"lr": 0.1, "embed.weight": torch.ones(3)}, "step": 3} if prefix else right
     dcp.save(saved, checkpoint_id=tmp_path)
-    for mesh, how in ((ONE, {}), (BOTH, {}), (BOTH, {"stored_over": "dp"}), (THREE, {})):
+    for mesh, how in ((ONE, {}), (BOTH, {}), (BOTH, {"fsdp": "dp"}), (THREE, {})):
         found = loaded(mesh, tmp_path, **how)
         assert all(torch.equal(found[n], t) for n, t in right.items())
 

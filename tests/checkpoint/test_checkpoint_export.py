@@ -39,7 +39,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Te
     def run() -> Any:
         torch.manual_seed(1)
         layouts = {"up.*": {"tp": mw.Shard(0)}, "down.weight": {"tp": mw.Shard(1)}}
-        model = mw.shard_module(Net(), MESH, layouts, stored_over="dp")
+        model = mw.shard_module(Net(), MESH, layouts, fsdp="dp")
         optimizer = mw.shard_optimizer(torch.optim.AdamW(model.parameters()))
         store = mw.Checkpoints(tmp_path / "run")
         for step in (1, 2):
@@ -147,7 +147,7 @@ def test_transformers_reads_it(tmp_path: Path) -> None:
     def run() -> Any:
         torch.manual_seed(0)
         model = GPT2LMHeadModel(config)
-        mw.shard_module(model, MESH, {"*.c_attn.weight": {"tp": mw.Shard(1)}}, stored_over="dp")
+        mw.shard_module(model, MESH, {"*.c_attn.weight": {"tp": mw.Shard(1)}}, fsdp="dp")
         mw.Checkpoints(tmp_path / "run").save(5, model=model).wait()
         return {n: mw.unshard(t.detach()).clone() for n, t in model.state_dict().items()}
 

@@ -30,13 +30,13 @@ ONLY_TP = mw.Mesh({"tp": 3})
 # name to mesh, whether captured, and options of shard_module or compile_step
 LEGS: dict[str, tuple[mw.Mesh, bool, dict[str, Any]]] = {
     "dp": (DP, False, {}),
-    "dp-tp": (BOTH, False, {"layouts": TP, "states_over": "dp"}),
+    "dp-tp": (BOTH, False, {"layouts": TP, "shard_states": "dp"}),
     "tp": (ONLY_TP, False, {"layouts": TP}),
     "one": (ONE, False, {}),
-    "zero3": (DP, False, {"stored_over": "dp"}),
+    "zero3": (DP, False, {"fsdp": "dp"}),
     "captured dp": (DP, True, {}),
-    "captured dp-tp": (BOTH, True, {"layouts": TP, "states_over": "dp"}),
-    "captured zero3": (DP, True, {"stored_over": "dp"}),
+    "captured dp-tp": (BOTH, True, {"layouts": TP, "shard_states": "dp"}),
+    "captured zero3": (DP, True, {"fsdp": "dp"}),
     "captured one": (ONE, True, {}),
 }
 
@@ -80,9 +80,9 @@ class Run:
                 model, loss_of, self.optimizer, example, mesh=self.mesh, batch=batch, clip_grad_norm=0.5, **how, **more
             )
         else:
-            states = how.pop("states_over", None)
+            states = how.pop("shard_states", None)
             mw.shard_module(model, self.mesh, how.pop("layouts", None), **how)
-            mw.shard_optimizer(self.optimizer, states_over=states)
+            mw.shard_optimizer(self.optimizer, shard_states=states)
         self.model = model
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
         self.store = mw.Checkpoints(folder, keep=2)

@@ -24,7 +24,7 @@ TP = {"up.*": {"tp": mw.Shard(0)}, "down.weight": {"tp": mw.Shard(1)}, "embed.we
 PLANS: dict[str, tuple[mw.Mesh, dict[str, Any]]] = {
     "one": (ONE, {}),
     "dp-tp": (BOTH, {"placements": TP}),
-    "zero3": (BOTH, {"placements": TP, "stored_over": "dp"}),
+    "zero3": (BOTH, {"placements": TP, "fsdp": "dp"}),
     "rows": (ONLY_TP, {"placements": {"*": {"tp": mw.Shard(0)}}}),
 }
 
@@ -239,7 +239,7 @@ def test_models_of_transformers(tmp_path: Path) -> None:
         torch.manual_seed(1)
         model = GPT2LMHeadModel(config)
         layouts = {"*.c_attn.weight": {"tp": mw.Shard(1)}, "*.c_fc.*": {"tp": mw.Shard(-1)}}
-        mw.shard_module(model, BOTH, layouts, stored_over="dp")
+        mw.shard_module(model, BOTH, layouts, fsdp="dp")
         mw.load_weights(model, tmp_path / "in")
         mw.save_weights(model, tmp_path / "out", shard_bytes=4000)
 

@@ -70,13 +70,13 @@ def test_every_option_reaches_the_config(monkeypatch: pytest.MonkeyPatch, tmp_pa
     line = (
         "train --mesh dp=2,tp=3 --threads 2 --seq 9 --batch 6 --steps 7 --accumulate 2 --optimizer sgd "
         "--lr 0.5 --clip 1.5 --seed 4 --layers 1 --hidden 12 --heads 3 --tie --dropout 0.25 --dtype float64 "
-        "--states-over dp --sequence-parallel --verify --no-plot --data a b"
+        "--shard-states dp --sequence-parallel --verify --no-plot --data a b"
     )
     result = run(*line.split())
     assert result.exit_code == 0, result.output
     (config,) = seen
     assert config == TrainConfig(
-        mesh=(("dp", 2), ("tp", 3)), data=("a", "b"), states_over="dp", sequence_parallel=True, layers=1,
+        mesh=(("dp", 2), ("tp", 3)), data=("a", "b"), shard_states="dp", sequence_parallel=True, layers=1,
         hidden=12, heads=3, seq=9, batch=6, steps=7, accumulate=2, optimizer="sgd", lr=0.5, clip=1.5,
         dropout=0.25, tie=True, seed=4, dtype="float64", verify=True, threads=2,
     )  # fmt: skip
@@ -107,7 +107,7 @@ def test_help_and_what_is_wrong_are_said_without_pytorch() -> None:
         ("--version", 0), *((f"{name} --help", 0) for name in ("", *Commands.listed, "checkpoint show")),
         ("nothing", 2), ("train --mesh dp=x", 2), ("train --static --pass nothing", 2), ("train --data nowhere.txt", 2),
         ("train --steps 0", 2), ("train --steps many", 2), ("train --nothing", 2), ("explain --pass nothing", 2),
-        ("explain --mesh dp=0", 2), ("explain --rank 1", 2), ("train --mesh dp=2 --states-over tp", 2),
+        ("explain --mesh dp=0", 2), ("explain --rank 1", 2), ("train --mesh dp=2 --shard-states tp", 2),
     ]  # fmt: skip
     code = f"""
 import sys
@@ -159,14 +159,14 @@ def test_passes_that_come_with_the_package_are_known_without_it() -> None:
         ("--mesh dp=2,dp=2", r"axis 'dp' appears twice"),
         ("--mesh dp=0", r"axis 'dp' has size 0"),
         ("--mesh dp=2,xp=2", r"axis 'xp' of Mesh.*knows dp \(splits the batch\), cp"),
-        ("--mesh dp=2 --stored-over sp", r"--stored-over sp: unknown axis; Mesh\(dp=2\) has the axes dp"),
-        ("--mesh dp=2 --states-over sp", r"--states-over sp: unknown axis"),
+        ("--mesh dp=2 --fsdp sp", r"--fsdp sp: unknown axis; Mesh\(dp=2\) has the axes dp"),
+        ("--mesh dp=2 --shard-states sp", r"--shard-states sp: unknown axis"),
         (
-            "--mesh dp=2,tp=2 --stored-over tp",
-            r"splits the parameters over tp already; take --stored-over dp",
+            "--mesh dp=2,tp=2 --fsdp tp",
+            r"splits the parameters over tp already; take --fsdp dp",
         ),
-        ("--mesh dp=2 --gather float8", "only parameters that are stored split are gathered: add --stored-over dp"),
-        ("--mesh dp=2 --stored-over dp --states-over dp", r"leave --states-over out"),
+        ("--mesh dp=2 --gather float8", "only parameters that are stored split are gathered: add --fsdp dp"),
+        ("--mesh dp=2 --fsdp dp --shard-states dp", r"leave --shard-states out"),
         ("--mesh dp=2 --sequence-parallel", r"no such axis: add one, e\.g\. --mesh dp=2,tp=2"),
         ("--hidden 10 --heads 4", r"--hidden 10 cannot be split over --heads 4.*--hidden 12"),
         ("--optimizer lion", r"--optimizer lion: one of adamw, sgd"),

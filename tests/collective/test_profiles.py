@@ -62,7 +62,7 @@ def eager(**how: Any) -> Callable[[], Any]:
     mw.shard_module(model, mesh, LAYOUTS, **how)
     optimizer = torch.optim.AdamW(model.parameters())
     if not how:
-        mw.shard_optimizer(optimizer, states_over="dp")
+        mw.shard_optimizer(optimizer, shard_states="dp")
 
     def step() -> Any:
         with mw.strategies(ROWS):
@@ -86,7 +86,7 @@ def captured(sizes: dict[str, int], layouts: Any, **how: Any) -> Callable[[], An
 
 WAYS: dict[str, Callable[[], Callable[[], Any]]] = {
     "eager": eager,
-    "eager, stored over dp": lambda: eager(stored_over={"*.up.*": "dp", "*.down.*": "dp"}),
+    "eager, stored over dp": lambda: eager(fsdp={"*.up.*": "dp", "*.down.*": "dp"}),
     "captured": lambda: captured(MESH, LAYOUTS, strategies=ROWS),
     "captured, started early": lambda: captured(MESH, LAYOUTS, strategies=ROWS, passes=["data-parallel-optimization"]),
     "pipeline": lambda: captured(

@@ -29,7 +29,7 @@ def test_the_gradient_of_a_bias_behind_columns_that_are_split_unevenly(seed: int
         torch.manual_seed(seed)
         model = Normed().double()
         laid = {"norm.weight": {"c": mw.Shard(0)}, "head.bias": {"a": mw.Shard(0)}}
-        mw.shard_module(model, MESH, laid, stored_over="b")
+        mw.shard_module(model, MESH, laid, fsdp="b")
         x, labels = torch.randn(2, 3, 3, dtype=torch.float64), torch.randint(0, 3, (2, 3))
         made = model(mw.shard_tensor(x, MESH, {})).log_softmax(-1).transpose(1, 2)
         nn.functional.nll_loss(made, mw.shard_tensor(labels, MESH, {})).backward()

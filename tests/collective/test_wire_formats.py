@@ -129,8 +129,8 @@ def test_what_no_wire_carries() -> None:
 
 def test_words_of_precision() -> None:
     for wrong in (torch.float32, torch.float8_e4m3fn, "float8", 8):
-        with pytest.raises(ShardError, match="wire="):
-            mw.Precision(wire=wrong)  # type: ignore[arg-type]
+        with pytest.raises(ShardError, match="grad_comm="):
+            mw.Precision(grad_comm=wrong)  # type: ignore[arg-type]
     for block in (0, True, 1 << 20, 2.0):
         with pytest.raises(LayoutError, match="block="):
             mw.Float8(block)  # type: ignore[arg-type]

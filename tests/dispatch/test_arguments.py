@@ -64,12 +64,12 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "shard_module mesh": (lambda: mw.shard_module(net(), {"dp": 2}), "mesh cannot be a dict"),
     "shard_module globs": (lambda: mw.shard_module(net(), MESH, ["0.weight"]), "placements cannot be a list"),
     "shard_module inputs": (lambda: mw.shard_module(net(), MESH, inputs=["0"]), "inputs cannot be a list"),
-    "shard_module stored": (lambda: mw.shard_module(net(), MESH, stored_over=1), "stored_over cannot be an int"),
+    "shard_module stored": (lambda: mw.shard_module(net(), MESH, fsdp=1), "fsdp cannot be an int"),
     "shard_module counter": (
         lambda: mw.shard_module(net(), MESH, {"1.num_batches_tracked": S}),
         "1.num_batches_tracked, of shape.*nothing to split",
     ),
-    "shard_optimizer states": (lambda: mw.shard_optimizer(sgd(laid()), states_over=3), "over cannot be an int"),
+    "shard_optimizer states": (lambda: mw.shard_optimizer(sgd(laid()), shard_states=3), "over cannot be an int"),
     "shard_optimizer other": (lambda: mw.shard_optimizer(sgd(net())), "PEFT.* comes before both"),
     "loader axis": (lambda: next(iter(mw.shard_dataloader([T], MESH, {"pd": mw.Shard(0)}))), "'pd' is no axis of Mesh"),
     "loader key": (

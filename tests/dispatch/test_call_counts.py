@@ -64,7 +64,7 @@ def test_of_a_block() -> None:
 
 def test_of_a_unit_that_is_stored_in_parts() -> None:
     mesh = mw.init_mesh({"dp": 8})
-    made = mw.shard_module(block.whole_block(), mesh, stored_over="dp")
+    made = mw.shard_module(block.whole_block(), mesh, fsdp="dp")
     x = mw.from_local(block.part_of_batch(), mesh, {"dp": mw.Shard(0)}, check=False).requires_grad_()
     there, back = of_both_ways(lambda: made(x))
     assert there <= SPARE * 6465

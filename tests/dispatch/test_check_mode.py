@@ -239,7 +239,7 @@ def test_a_right_program_runs_in_check_mode() -> None:
         torch.manual_seed(3)
         placements = {"0.weight": {"tp": mw.Shard(0)}, "2.weight": {"tp": mw.Shard(1)}}
         model = mw.shard_module(nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3)), SQUARE, placements)
-        opt = mw.shard_optimizer(torch.optim.AdamW(model.parameters()), states_over="dp")
+        opt = mw.shard_optimizer(torch.optim.AdamW(model.parameters()), shard_states="dp")
         data = TensorDataset(torch.randn(7, 5), torch.randn(7, 3))
         for x, y in mw.shard_dataloader(DataLoader(data, 3), SQUARE, {"dp": mw.Shard(0)}):
             loss = nn.functional.mse_loss(model(x), y)
@@ -299,8 +299,8 @@ def test_replicas_that_drift_apart_are_seen(what: str) -> None:
 HOW: dict[str, dict[str, Any]] = {
     "alone": {},
     "passes": {"passes": ["data-parallel-optimization"]},
-    "stored": {"stored_over": "dp", "clip_grad_norm": 0.1},
-    "states": {"states_over": "dp", "loss_scale": 8.0},
+    "stored": {"fsdp": "dp", "clip_grad_norm": 0.1},
+    "states": {"shard_states": "dp", "loss_scale": 8.0},
     "merged": {"passes": ["gradient-merge:k_steps=2"]},
 }
 

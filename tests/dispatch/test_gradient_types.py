@@ -222,7 +222,7 @@ def test_captured(name: str, mesh: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"stored_over": "b"}, {"precision": mw.Precision(partial=F64)}, {"stored_over": "b", "precision": mw.Precision()}],
+    [{"fsdp": "b"}, {"precision": mw.Precision(accumulate=F64)}, {"fsdp": "b", "precision": mw.Precision()}],
     ids=["stored", "precision", "both"],
 )
 @pytest.mark.parametrize("mesh", [{"a": 2, "b": 3}, {"a": 2, "b": 4}], ids=["2x3", "2x4"])

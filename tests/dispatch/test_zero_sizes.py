@@ -189,7 +189,7 @@ def test_a_rank_without_features_gathers_stored_parameters_as_often_as_the_other
         torch.manual_seed(0)
         model, x = _of_features(kind), data
         if on is not None:
-            model = mw.shard_module(model, on, weight, stored_over="a")
+            model = mw.shard_module(model, on, weight, fsdp="a")
             x = mw.shard_tensor(data, on, {"a": mw.Shard(2)})
         model(x).square().mean().backward()
         return [mw.unshard(p.grad) if isinstance(p, mw.DistTensor) else p.grad for p in model.parameters()]
@@ -220,14 +220,12 @@ def test_a_rank_without_rows_gathers_stored_parameters_as_often_as_the_others(na
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loss_fn = lambda m, x: m(x).square().sum()  # noqa: E731
         if captured:
-            run = mw.compile_step(
-                model, loss_fn, optimizer, data, mesh=mesh, batch={"dp": mw.Shard(0)}, stored_over="dp"
-            )
+            run = mw.compile_step(model, loss_fn, optimizer, data, mesh=mesh, batch={"dp": mw.Shard(0)}, fsdp="dp")
             run(data)
         else:
             x: Any = data
             if on is not None:
-                model, x = mw.shard_module(model, on, stored_over="dp"), mw.shard_tensor(data, on, {"dp": mw.Shard(0)})
+                model, x = mw.shard_module(model, on, fsdp="dp"), mw.shard_tensor(data, on, {"dp": mw.Shard(0)})
                 optimizer = mw.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
             loss_fn(model, x).backward()
             optimizer.step()
@@ -240,7 +238,7 @@ def test_a_rank_without_rows_gathers_stored_parameters_as_often_as_the_others(na
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("over", ["stored_over", "states_over"])
+@pytest.mark.parametrize("over", ["fsdp", "shard_states"])
 def test_a_rank_all_of_whose_parts_are_empty_packs_none(over: str) -> None:
     """Of a column over tp, its five rows over dp: one rank in each pair has no element to copy."""
     mesh, x = mw.Mesh({"dp": 2, "tp": 2}), torch.randn(6, 1, generator=torch.Generator().manual_seed(0))
@@ -250,9 +248,9 @@ def test_a_rank_all_of_whose_parts_are_empty_packs_none(over: str) -> None:
         model, losses = torch.nn.Linear(1, 5, bias=False), []
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         if distributed:
-            stored = {"stored_over": "dp"} if over == "stored_over" else {}
+            stored = {"fsdp": "dp"} if over == "fsdp" else {}
             mw.shard_module(model, mesh, {"weight": {"tp": mw.Shard(1)}}, **stored)  # type: ignore[arg-type]
-            mw.shard_optimizer(optimizer, states_over=None if stored else "dp")
+            mw.shard_optimizer(optimizer, shard_states=None if stored else "dp")
         for _ in range(3):
             loss = model(mw.shard_tensor(x, mesh, {"dp": mw.Shard(0)}) if distributed else x).square().mean()
             loss.backward()
@@ -355,7 +353,7 @@ def test_a_backward_that_only_gathers_weights_again_ends_alike(held_back: bool, 
         model.frozen.weight.requires_grad_(False)
         given, labels = x.double(), ids
         if mesh is not None:
-            mw.shard_module(model, mesh, {"frozen.weight": {"tp": mw.Shard(0)}}, stored_over="dp")
+            mw.shard_module(model, mesh, {"frozen.weight": {"tp": mw.Shard(0)}}, fsdp="dp")
             given, labels = (mw.shard_tensor(t, mesh, {"dp": mw.Shard(0)}) for t in (given, labels))
         if held_back:
             with mw.no_sync(model) if mesh is not None else torch.enable_grad():

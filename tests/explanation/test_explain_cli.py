@@ -77,12 +77,12 @@ def test_json_of_megatrons_layout() -> None:
 
 def test_options_of_the_step() -> None:
     plain = data("--mesh", "dp=4", *SMALL)
-    stored = data("--mesh", "dp=4", *SMALL, "--stored-over", "dp", "--rank", "3")
+    stored = data("--mesh", "dp=4", *SMALL, "--fsdp", "dp", "--rank", "3")
     assert "all_gather" not in plain["collectives"]
     assert stored["collectives"]["all_gather"] > 0
     assert stored["rank"] == 3
     assert stored["memory"]["at_peak"]["parameters"] < plain["memory"]["at_peak"]["parameters"] / 3
-    states = data("--mesh", "dp=4", *SMALL, "--states-over", "dp")
+    states = data("--mesh", "dp=4", *SMALL, "--shard-states", "dp")
     assert states["memory"]["at_peak"]["states"] < plain["memory"]["at_peak"]["states"] / 3
     clipped = data("--mesh", "tp=2", *SMALL, "--clip", "1", "--optimizer", "sgd", "--tie", "--dropout", "0.1")
     assert [r["role"] for r in clipped["records"]].count("optimizer") == 1
@@ -141,7 +141,7 @@ def test_own_model(own: str) -> None:
         (("--model", "ownmodel:nothing"), "has no attribute 'nothing'"),
         (("--model", "nosuchmodule:step"), "No module named 'nosuchmodule'"),
         (("--model", "ownmodel:wrong"), "a tuple (model, loss_fn, batch)"),
-        (("--model", "ownmodel:unknown"), "a mapping with some of stored_over, stored_on, layouts"),
+        (("--model", "ownmodel:unknown"), "a mapping with some of fsdp, offload, layouts"),
         (("--model", "ownmodel:step", "--layers", "3"), "--layers is for the built-in models"),
         (("--mesh", "dp=2,xx=2"), "does not know it"),
         (("--mesh", "dp"), "write axis=size"),
@@ -152,7 +152,7 @@ def test_own_model(own: str) -> None:
         (("--diff",), "give some"),
         (("--pass", "no-such-pass"), "there is no pass"),
         (("--sequence-parallel", "--mesh", "dp=2"), "has no such axis"),
-        (("--stored-over", "xx", "--mesh", "dp=2"), "unknown axis"),
+        (("--fsdp", "xx", "--mesh", "dp=2"), "unknown axis"),
         (("--optimizer", "adam"), "one of adamw, sgd"),
         (("--hidden", "30", "--heads", "4"), "cannot be split over --heads"),
         (("--html", "no/such/folder/x.html"), "No such file"),

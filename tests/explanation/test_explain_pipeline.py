@@ -16,7 +16,7 @@ from meshwright.ranks import runtime
 from tests.support import stages
 from tests.support.stages import DP, captured, ignoring
 
-ZERO: dict[str, Any] = {"batch": DP, "stored_over": "dp"}
+ZERO: dict[str, Any] = {"batch": DP, "fsdp": "dp"}
 HOW: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("schedule=v", {"pp": 2}, {}),
     ("schedule=zero-bubble", {"pp": 3}, {"tie": True}),

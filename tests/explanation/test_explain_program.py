@@ -27,9 +27,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "tp=4": {"mesh": {"tp": 4}},
     "dp=2,tp=2": {"mesh": {"dp": 2, "tp": 2}},
     "sequence-parallel": {"mesh": {"dp": 2, "tp": 2}, "sequence_parallel": True},
-    "zero-3": {"mesh": {"dp": 2, "tp": 2}, "stored_over": "dp"},
+    "zero-3": {"mesh": {"dp": 2, "tp": 2}, "fsdp": "dp"},
     "zero-3, clipped, sequence-parallel": {
-        "mesh": {"dp": 2, "tp": 2}, "stored_over": "dp", "clip": 0.5, "sequence_parallel": True,
+        "mesh": {"dp": 2, "tp": 2}, "fsdp": "dp", "clip": 0.5, "sequence_parallel": True,
     },
     "tied": {"mesh": {"dp": 2, "tp": 2}, "tie": True},
     "clipped": {"mesh": {"dp": 2, "tp": 2}, "clip": 0.5},
@@ -49,7 +49,7 @@ def parts(
     dropout: float = 0.0,
     tie: bool = False,
     sequence_parallel: bool = False,
-    stored_over: str | None = None,
+    fsdp: str | None = None,
     clip: float | None = None,
     device: str = "meta",
 ) -> tuple[GPT, torch.optim.Optimizer, Any, mw.Mesh, Plan]:
@@ -63,7 +63,7 @@ def parts(
     plan = plan_for(described, sequence_parallel=sequence_parallel, tie=tie)
     ids = torch.zeros(batch, seq, dtype=torch.long, device=device)
     made = Plan(
-        layouts=plan.layouts, batch=plan.batch, inputs=plan.inputs, outputs=plan.outputs, stored_over=stored_over,
+        layouts=plan.layouts, batch=plan.batch, inputs=plan.inputs, outputs=plan.outputs, fsdp=fsdp,
         clip_grad_norm=clip,
     )  # fmt: skip
     return model, torch.optim.AdamW(model.parameters()), (ids, ids), described, made
@@ -82,7 +82,7 @@ def compiled(*, passes: Any = (), **options: Any) -> tuple[Any, Any]:
     model, optimizer, batch, mesh, plan = parts(device="cpu", **options)
     step = mw.compile_step(
         model, loss, optimizer, batch, mesh=mesh, layouts=plan.layouts, batch=plan.batch, inputs=plan.inputs,
-        outputs=plan.outputs, stored_over=plan.stored_over, clip_grad_norm=plan.clip_grad_norm,
+        outputs=plan.outputs, fsdp=plan.fsdp, clip_grad_norm=plan.clip_grad_norm,
         passes=passes,
     )  # fmt: skip
     return step, batch
@@ -165,7 +165,7 @@ def test_a_gradient_says_what_made_it_partial() -> None:
 
 
 def test_stored_parameters_are_named() -> None:
-    why = explain_program(built(mesh={"dp": 2}, stored_over="dp", layers=1).program)
+    why = explain_program(built(mesh={"dp": 2}, fsdp="dp", layers=1).program)
     gathered = [c for c in why.collectives if c.parameter == "blocks.0.mlp.up.weight"]
     assert [(c.role, c.kind, c.tensor) for c in gathered] == [
         ("forward", "all_gather", "blocks.0.mlp.up.weight"),
@@ -246,7 +246,7 @@ def test_where_layouts_came_from() -> None:
 
 
 def test_stored_and_seen_differ() -> None:
-    why = explain_program(built(mesh={"dp": 2}, stored_over="dp", layers=1).program)
+    why = explain_program(built(mesh={"dp": 2}, fsdp="dp", layers=1).program)
     (weight,) = [x for x in why.laid if x.name == "blocks.0.mlp.up.weight"]
     assert weight.layout != weight.seen == mw.Layout(weight.seen.mesh)
 
@@ -298,7 +298,7 @@ def _peak_on_processes(options: dict[str, Any]) -> tuple[int, int, dict[str, int
     "options",
     [
         {"mesh": {"dp": 2, "tp": 2}, "hidden": 96, "seq": 64, "batch": 8, "layers": 3},
-        {"mesh": {"dp": 2}, "stored_over": "dp", "hidden": 192, "seq": 16, "batch": 4, "layers": 3},
+        {"mesh": {"dp": 2}, "fsdp": "dp", "hidden": 192, "seq": 16, "batch": 4, "layers": 3},
         {"mesh": {"tp": 2}, "hidden": 96, "seq": 128, "batch": 4, "layers": 3, "sequence_parallel": True},
         {"mesh": {"dp": 2}, "hidden": 96, "seq": 32, "batch": 4, "passes": ["data-parallel-optimization"]},
         {"mesh": {"dp": 2}, "hidden": 96, "seq": 32, "batch": 4, "passes": ["gradient-merge:k_steps=3"]},

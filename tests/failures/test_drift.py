@@ -19,8 +19,8 @@ DP, TP, BOTH = mw.Mesh({"dp": 3}), mw.Mesh({"tp": 2}), mw.Mesh({"dp": 2, "tp": 2
 SPLIT = {"0.weight": {"tp": mw.Shard(0)}, "0.bias": {"tp": mw.Shard(0)}, "3.weight": {"tp": mw.Shard(1)}}
 PLANS: dict[str, tuple[mw.Mesh, dict[str, Any], dict[str, Any]]] = {
     "dp": (DP, {}, {}),
-    "zero1": (DP, {}, {"states_over": "dp"}),  # chunks of 3 and of 0
-    "zero3": (DP, {"stored_over": "dp"}, {}),
+    "zero1": (DP, {}, {"shard_states": "dp"}),  # chunks of 3 and of 0
+    "zero3": (DP, {"fsdp": "dp"}, {}),
     "replicated": (TP, {}, {}),  # nothing is reduced
     "tp": (TP, {"placements": SPLIT}, {}),
     "both": (BOTH, {"placements": SPLIT}, {}),

@@ -24,9 +24,9 @@ DP, TP, BOTH = mw.Mesh({"dp": 2}), mw.Mesh({"tp": 2}), mw.Mesh({"dp": 2, "tp": 2
 SPLIT = {"0.weight": {"tp": mw.Shard(0)}, "0.bias": {"tp": mw.Shard(0)}, "2.weight": {"tp": mw.Shard(1)}}
 PLANS: dict[str, tuple[mw.Mesh, dict[str, Any], dict[str, Any]]] = {
     "dp": (DP, {}, {}),
-    "zero1": (DP, {}, {"states_over": "dp"}),
-    "zero3": (DP, {"stored_over": "dp"}, {}),
-    "host": (DP, {"stored_over": "dp", "stored_on": "cpu"}, {}),
+    "zero1": (DP, {}, {"shard_states": "dp"}),
+    "zero3": (DP, {"fsdp": "dp"}, {}),
+    "host": (DP, {"fsdp": "dp", "offload": "cpu"}, {}),
     "replicated": (TP, {}, {}),  # no gradient is reduced
     "tp": (TP, {"placements": SPLIT}, {}),
     "both": (BOTH, {"placements": SPLIT}, {}),
@@ -242,7 +242,7 @@ def test_parts_of_each_rank(local: bool, words: str) -> None:
 
 CAPTURED: dict[str, dict[str, Any]] = {
     "plain": {},
-    "zero": {"stored_over": "dp"},
+    "zero": {"fsdp": "dp"},
     "fused": {"passes": ["data-parallel-optimization"]},
     "merged": {"passes": ["gradient-merge:k_steps=2"]},
     "pipeline": {

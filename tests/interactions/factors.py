@@ -56,11 +56,11 @@ MICRO: dict[str, int] = {"1": 1, "2": 2, "3": 3}
 # Over (or on) what parameters or states are stored; "data" is the first axis of the mesh.
 STORAGES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "stored_over": {"stored_over": "data"},
-    "stored_over, kept": {"stored_over": "data", "regather": False},
-    "stored_on": {"stored_on": "cpu"},
-    "stored_over and on": {"stored_over": "data", "stored_on": "cpu"},
-    "states_over": {"states_over": "data"},
+    "fsdp": {"fsdp": "data"},
+    "fsdp, kept": {"fsdp": "data", "reshard_after_forward": False},
+    "offload": {"offload": "cpu"},
+    "fsdp and on": {"fsdp": "data", "offload": "cpu"},
+    "shard_states": {"shard_states": "data"},
 }
 
 # How weights of the model are split over the last axis of the mesh.
@@ -86,7 +86,7 @@ CONTEXTS: tuple[str, ...] = (
     "none",
     "checkpoint",
     "reentrant checkpoint",
-    "saved_split",
+    "shard_checkpoint_inputs",
     "forward hook",
     "tensor hook",
     "frozen",

@@ -60,7 +60,10 @@ APART = [
     Apart({"mode": BY_HAND, "second": "one"}, "the same"),
     Apart({"mode": BY_HAND, "random": but("random", "none")}, "each rank draws its own"),
     Apart(
-        {"mode": BY_HAND, "context": ("saved_split", "eval in between", "inference in between", "exception")},
+        {
+            "mode": BY_HAND,
+            "context": ("shard_checkpoint_inputs", "eval in between", "inference in between", "exception"),
+        },
         "options of the package, or written otherwise",
     ),
     Apart(
@@ -76,7 +79,7 @@ APART = [
         {
             "mode": (*CAPTURED, *BY_HAND),
             "block": "batch norm",
-            "context": ("checkpoint", "reentrant checkpoint", "saved_split"),
+            "context": ("checkpoint", "reentrant checkpoint", "shard_checkpoint_inputs"),
         },
         "program.md: buffers that a checkpoint writes to are written to once, by PyTorch twice",
     ),

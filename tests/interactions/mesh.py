@@ -124,9 +124,9 @@ class Rank:
         """Options of storage, with the axis in its place: over it what is not split over it already."""
         axis = next(iter(program.shared_axes(self.made)))
         options = {k: axis if v == "data" else v for k, v in STORAGES[self.made["storage"]].items()}
-        if "stored_over" in options and (globs := self.layouts(model, again)):
+        if "fsdp" in options and (globs := self.layouts(model, again)):
             split = {p for glob, how in globs.items() if axis in how for p in _matching(model, glob)}
-            options["stored_over"] = {n: axis for n, p in model.named_parameters() if p not in split}
+            options["fsdp"] = {n: axis for n, p in model.named_parameters() if p not in split}
         return options
 
     def layouts(self, model: nn.Module, again: bool = False) -> Any:
@@ -136,7 +136,7 @@ class Rank:
             return self.table
         chosen = {} if other else _chosen(self.made, model)
         # What is to be stored over the axis is said to be whole: else completion may split it as its neighbours are.
-        over = "stored_over" in STORAGES[self.made["storage"]]
+        over = "fsdp" in STORAGES[self.made["storage"]]
         return {n: {} for n, _ in model.named_parameters()} | chosen if over else chosen
 
     def precision(self) -> Any:

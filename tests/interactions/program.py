@@ -94,15 +94,19 @@ class Net(nn.Module):
             h = Doubled.apply(h)
         for i, layer in enumerate(self.layers):
             y = restride(h, made["values"]) if i == 0 else h
-            if i == 0 and how in ("checkpoint", "reentrant checkpoint", "saved_split"):
-                with mw.saved_split({last_axis(made): mw.Shard(1)}) if self._splits() else contextlib.nullcontext():
+            if i == 0 and how in ("checkpoint", "reentrant checkpoint", "shard_checkpoint_inputs"):
+                with (
+                    mw.shard_checkpoint_inputs({last_axis(made): mw.Shard(1)})
+                    if self._splits()
+                    else contextlib.nullcontext()
+                ):
                     h = h + checkpoint(layer, y, ids, use_reentrant=how.startswith("reentrant"))
             else:
                 h = h + layer(y, ids)
         return self.head(h)
 
     def _splits(self) -> bool:
-        return self.made["context"] == "saved_split" and not self.plain
+        return self.made["context"] == "shard_checkpoint_inputs" and not self.plain
 
 
 def _hook_gradient(module: nn.Module, args: Any, out: Tensor) -> None:

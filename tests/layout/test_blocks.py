@@ -166,7 +166,7 @@ def trained(mesh: mw.Mesh | None, steps: int, folder: Path | None = None, **stor
     return [mw.unshard(p.detach()) for p in own.parameters()]
 
 
-@pytest.mark.parametrize("stored", [{}, {"stored_over": "dp"}], ids=["whole", "stored"])
+@pytest.mark.parametrize("stored", [{}, {"fsdp": "dp"}], ids=["whole", "stored"])
 def test_checkpoints_go_on_with_on_any_mesh(stored: dict[str, str], tmp_path: Path) -> None:
     meshes = [TWO_BY_TWO, mw.Mesh({"tp": 4}), mw.Mesh({"dp": 2})]
     for steps, mesh in enumerate(meshes, 1):

@@ -134,8 +134,8 @@ def test_the_step_of_one_device_on_the_whole_batch(loss: str) -> None:
         ("three means", {"dp": 2}, (2, 6), {}),
         ("ignored labels", {"dp": 1}, (4, 2), {}),  # one op, with its division inside
         ("weighted classes", {"dp": 2, "tp": 2}, (4, 4), {"layouts": {"down.*": {"tp": mw.Shard(0)}}}),
-        ("masked by hand", {"dp": 2}, (4, 4), {"stored_over": "dp", "passes": [DPO]}),
-        ("ignored labels", {"dp": 2}, (4, 4), {"states_over": "dp", "loss_scale": 8.0}),
+        ("masked by hand", {"dp": 2}, (4, 4), {"fsdp": "dp", "passes": [DPO]}),
+        ("ignored labels", {"dp": 2}, (4, 4), {"shard_states": "dp", "loss_scale": 8.0}),
     ],
     ids=str,
 )

@@ -195,7 +195,7 @@ def test_same_parameters_bit_for_bit(name: str, axes: dict[str, int]) -> None:
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("more", [{"stored_over": "dp"}, {"states_over": "dp"}, {"gradients": True}], ids=str)
+@pytest.mark.parametrize("more", [{"fsdp": "dp"}, {"shard_states": "dp"}, {"gradients": True}], ids=str)
 def test_sharded_parameters_and_states(more: dict[str, Any]) -> None:
     apart, kinds, fewer = both("gpt", {"dp": 2, "tp": 2}, [SMALL], **more)
     assert apart == 0

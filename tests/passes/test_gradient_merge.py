@@ -151,8 +151,8 @@ SIZES = (4, 4, 2)  # the last update is of leftovers
         ({"dp": 4}, "tied", "sgd", {"clip_grad_norm": 0.1}),
         ({"dp": 2, "tp": 2}, "gpt", "adamw", {"clip_grad_norm": 0.1}),
         ({"dp": 2, "tp": 2}, "sp", "sgd", {"gradients": True}),
-        ({"dp": 2, "tp": 2}, "gpt", "sgd", {"stored_over": "dp", "clip_grad_norm": 0.1}),
-        ({"dp": 2, "tp": 2}, "gpt", "adamw", {"states_over": "dp"}),
+        ({"dp": 2, "tp": 2}, "gpt", "sgd", {"fsdp": "dp", "clip_grad_norm": 0.1}),
+        ({"dp": 2, "tp": 2}, "gpt", "adamw", {"shard_states": "dp"}),
         ({"dp": 2}, "gpt", "rmsprop", {}),
         ({"dp": 2, "ep": 2}, "experts", "sgd", {"clip_grad_norm": 0.1}),
     ],
@@ -170,7 +170,7 @@ def test_equals_the_whole_batch(
         # between gradients.
         assert calls[3][0] == calls[7][0]
         assert calls[3][0] == pytest.approx(once, rel=0.005 if others else 0, abs=256 if others else 0)
-        if "stored_over" not in options:
+        if "fsdp" not in options:
             assert ("dp",) not in calls[0][0]  # a micro-step moves nothing over dp
             assert "reduce_scatter" not in calls[0][1] or kind == "sp"
 
@@ -188,7 +188,7 @@ def test_what_is_left_over_is_a_mean_of_its_own(weighted: str) -> None:
 REAL = [
     ({"dp": 2}, "gpt", "adamw", {"clip_grad_norm": 0.1}, (MERGE,)),
     ({"dp": 4}, "tied", "sgd", {}, (DPO, MERGE)),
-    ({"dp": 2, "tp": 2}, "gpt", "adamw", {"stored_over": "dp"}, (MERGE, DPO)),
+    ({"dp": 2, "tp": 2}, "gpt", "adamw", {"fsdp": "dp"}, (MERGE, DPO)),
     ({"dp": 2, "ep": 2}, "experts", "sgd", {"clip_grad_norm": 0.1}, (MERGE, DPO)),
 ]
 
@@ -287,7 +287,7 @@ def test_the_mean_is_taken_as_sums_are_added_to() -> None:
 
 def test_sums_lie_as_parameters_are_stored() -> None:
     def run() -> Any:
-        step, model, _, data = static(2, stored_over="dp")
+        step, model, _, data = static(2, fsdp="dp")
         step(data(0, MICRO))
         split = 0
         for name, p in model.named_parameters():

@@ -83,11 +83,11 @@ def trained(mesh: mw.Mesh | None, rows: tuple[int, ...], passes: list[str], **mo
         # One row on the last rank; then on none of the ranks that had one.
         ({"dp": 2}, (3, 4), SMALL, {}), ({"dp": 2}, (3,), f"{PASS}:overlap=no", {}),
         ({"dp": 2}, (1, 3), PASS, {}), ({"dp": 3}, (4, 5), PASS, {}), ({"dp": 3}, (2,), SMALL, {}),
-        ({"dp": 2}, (3,), SMALL, {"stored_over": "dp"}), ({"dp": 3}, (5,), PASS, {"stored_over": "dp"}),
-        ({"dp": 2}, (3, 2), PASS, {"states_over": "dp"}), ({"dp": 3}, (4,), SMALL, {"states_over": "dp"}),
+        ({"dp": 2}, (3,), SMALL, {"fsdp": "dp"}), ({"dp": 3}, (5,), PASS, {"fsdp": "dp"}),
+        ({"dp": 2}, (3, 2), PASS, {"shard_states": "dp"}), ({"dp": 3}, (4,), SMALL, {"shard_states": "dp"}),
         ({"dp": 2}, (3,), SMALL, {"clip_grad_norm": 0.1}),
         ({"dp": 2, "tp": 2}, (3,), SMALL, {"layouts": {"inner.weight": {"tp": mw.Shard(0)}}}),
-        ({"dp": 2, "tp": 2}, (3,), PASS, {"layouts": {"out.weight": {"tp": mw.Shard(1)}}, "states_over": "dp"}),
+        ({"dp": 2, "tp": 2}, (3,), PASS, {"layouts": {"out.weight": {"tp": mw.Shard(1)}}, "shard_states": "dp"}),
     ],
     ids=str,
 )  # fmt: skip

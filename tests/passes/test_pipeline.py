@@ -35,14 +35,14 @@ CASES: list[tuple[dict[str, int], int, int, dict[str, Any]]] = [
         {"pp": 2, "dp": 2},
         2,
         8,
-        {"batch": DP, "stored_over": "dp", "tie": True, "passes": ["data-parallel-optimization"]},
+        {"batch": DP, "fsdp": "dp", "tie": True, "passes": ["data-parallel-optimization"]},
     ),
     ({"pp": 2, "tp": 2}, 4, 8, {"layouts": TP}),
     ({"pp": 4}, 2, 8, {"blocks": (stages.Block,) * 4}),
-    ({"dp": 2, "pp": 2}, 4, 11, {"batch": DP, "states_over": "dp"}),
-    ({"pp": 2, "dp": 3}, 2, 12, {"batch": DP, "stored_over": "dp", "tie": True}),
+    ({"dp": 2, "pp": 2}, 4, 11, {"batch": DP, "shard_states": "dp"}),
+    ({"pp": 2, "dp": 3}, 2, 12, {"batch": DP, "fsdp": "dp", "tie": True}),
     ({"pp": 2, "dp": 2}, 2, 8, {"batch": DP, "loss_scale": 64.0, "passes": ["data-parallel-optimization"]}),
-    ({"pp": 3, "dp": 2, "tp": 2}, 3, 12, {"batch": DP, "layouts": TP, "stored_over": {"layers.*": "dp"}}),
+    ({"pp": 3, "dp": 2, "tp": 2}, 3, 12, {"batch": DP, "layouts": TP, "fsdp": {"layers.*": "dp"}}),
 ]
 
 
@@ -73,7 +73,7 @@ def real(how: str, options: Any) -> Any:
 def test_real_processes() -> None:
     losses, wanted = one_device(batches(8), tie=True)
     how = "micro_batches=4,schedule=zero-bubble"
-    for found, params in run_processes(real, 4, how, {"tie": True, "states_over": "dp"}, timeout=120):
+    for found, params in run_processes(real, 4, how, {"tie": True, "shard_states": "dp"}, timeout=120):
         assert found == pytest.approx(losses, abs=1e-13)
         assert max((params[n] - wanted[n]).abs().max().item() for n in wanted) < 1e-14
 

@@ -24,7 +24,7 @@ CASES: list[Any] = [
     pytest.param({"pp": 2, "cp": 3}, 3, 7, {"blocks": ATTENTION, "batch": CP}, marks=pytest.mark.long),
     pytest.param(
         {"pp": 2, "dp": 2, "tp": 2, "cp": 2}, 2, 8,
-        {"blocks": ATTENTION, "batch": DP | CP, "layouts": TP, "stored_over": "dp"},
+        {"blocks": ATTENTION, "batch": DP | CP, "layouts": TP, "fsdp": "dp"},
         marks=pytest.mark.long,
     ),
 ]  # fmt: skip
@@ -124,13 +124,13 @@ GRID: list[tuple[dict[str, int], int, dict[str, Any]]] = [
     ({"pp": 4}, 3, {"blocks": (Block,) * 8}),
     ({"pp": 4}, 2, {"blocks": (Block,) * 8}),
     ({"pp": 2, "tp": 2}, 3, {"layouts": TP}),
-    ({"pp": 2, "dp": 2}, 3, {"batch": DP, "states_over": "dp"}),
-    ({"pp": 2, "dp": 2}, 3, {"batch": DP, "stored_over": "dp"}),
-    ({"pp": 2, "dp": 3}, 3, {"batch": DP, "stored_over": "dp", "tie": True}),
+    ({"pp": 2, "dp": 2}, 3, {"batch": DP, "shard_states": "dp"}),
+    ({"pp": 2, "dp": 2}, 3, {"batch": DP, "fsdp": "dp"}),
+    ({"pp": 2, "dp": 3}, 3, {"batch": DP, "fsdp": "dp", "tie": True}),
     ({"pp": 2, "cp": 2}, 3, {"blocks": (Attention,) * 4, "batch": CP}),
     ({"pp": 2, "ep": 2}, 3, {"blocks": EXPERTS * 2, "batch": {"ep": mw.Shard(0)}, "layouts": EP}),
     ({"pp": 2}, 3, {"precision": BF16}),
-    ({"pp": 2, "dp": 2}, 3, {"precision": BF16, "batch": DP, "stored_over": "dp"}),
+    ({"pp": 2, "dp": 2}, 3, {"precision": BF16, "batch": DP, "fsdp": "dp"}),
     ({"pp": 2}, 3, {"tie": True}),
     ({"pp": 2}, 3, {"blocks": (Dropped,) * 4}),
 ]

@@ -42,7 +42,7 @@ def counted(axes: dict[str, int], how: str, rows: int, **options: Any) -> list[t
 )
 def test_gathered_once_per_run_and_reduced_once(how: str, blocks: int, runs: tuple[int, int]) -> None:
     """With one stage on a rank that is once per step, whatever the number of micro-batches."""
-    options: dict[str, Any] = {"batch": DP, "stored_over": "dp", "blocks": (Block,) * blocks}
+    options: dict[str, Any] = {"batch": DP, "fsdp": "dp", "blocks": (Block,) * blocks}
     for counts, explained, program in counted({"pp": 2, "dp": 2}, f"micro_batches=4,{how}", 8, **options):
         here, pipeline = program.mesh.coordinate(program.rank)[0], program.pipeline
         gathers = {n: p for n, p in program.parts.items() if n[0] == "G"}
@@ -55,7 +55,7 @@ def test_gathered_once_per_run_and_reduced_once(how: str, blocks: int, runs: tup
 
 
 def test_the_way_with_the_least_memory_gathers_in_each_micro_batch() -> None:
-    options: dict[str, Any] = {"batch": DP, "stored_over": "dp", "tie": True}
+    options: dict[str, Any] = {"batch": DP, "fsdp": "dp", "tie": True}
     losses, wanted = one_device([ignoring(0, 8)], tie=True)
     how = "micro_batches=4,gather=micro-batch"
     for counts, _, program in counted({"pp": 2, "dp": 2}, how, 8, **options):
@@ -71,7 +71,7 @@ def test_the_way_with_the_least_memory_gathers_in_each_micro_batch() -> None:
     ("axes", "options", "share"),
     [
         ({"pp": 2}, {}, 1),
-        pytest.param({"pp": 2, "dp": 2}, {"batch": DP, "stored_over": "dp"}, 2, marks=pytest.mark.long),
+        pytest.param({"pp": 2, "dp": 2}, {"batch": DP, "fsdp": "dp"}, 2, marks=pytest.mark.long),
     ],
     ids=["pp", "zero-3"],
 )
@@ -154,7 +154,7 @@ def trained(make: Callable[[], nn.Module], mesh: mw.Mesh | None, schedule: str, 
     ("make", "axes", "options"),
     [
         pytest.param(Thrice, {"pp": 3}, {}, marks=pytest.mark.long),
-        (Thrice, {"pp": 3, "dp": 2}, {"batch": DP, "stored_over": "dp"}),
+        (Thrice, {"pp": 3, "dp": 2}, {"batch": DP, "fsdp": "dp"}),
         (Shared, {"pp": 2}, {}),
     ],
     ids=["thrice", "thrice, zero-3", "shared"],
@@ -178,11 +178,11 @@ PRECISE = mw.Precision(compute=torch.bfloat16, reduce=torch.float16)
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
-        ({"pp": 2, "dp": 2}, {"batch": DP, "states_over": "dp", "precision": PRECISE}),
+        ({"pp": 2, "dp": 2}, {"batch": DP, "shard_states": "dp", "precision": PRECISE}),
         ({"pp": 2, "tp": 2}, {"layouts": {**TP, "tokens.weight": {"tp": mw.Shard(0)}}}),
         pytest.param(
             {"pp": 2, "dp": 2},
-            {"batch": DP, "stored_over": "dp", "precision": mw.Precision(compute=torch.bfloat16)},
+            {"batch": DP, "fsdp": "dp", "precision": mw.Precision(compute=torch.bfloat16)},
             marks=pytest.mark.long,
         ),
     ],

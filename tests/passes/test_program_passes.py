@@ -47,10 +47,10 @@ COLUMNS = {"layouts": {"a.weight": {"tp": mw.Shard(0)}}}
         ({"dp": 1}, {}),
         ({"dp": 1, "tp": 2}, {}),
         ({"dp": 1, "tp": 2}, COLUMNS),
-        ({"dp": 1, "tp": 2}, {**COLUMNS, "states_over": "dp", "loss_scale": 8.0}),
-        ({"dp": 1, "tp": 1}, {**COLUMNS, "stored_over": "dp"}),
-        ({"dp": 2, "tp": 1}, {**COLUMNS, "states_over": "dp", "loss_scale": "dynamic"}),
-        ({"dp": 2, "tp": 2}, {**COLUMNS, "states_over": "dp", "loss_scale": 8.0}),  # sums over tp of parts over dp
+        ({"dp": 1, "tp": 2}, {**COLUMNS, "shard_states": "dp", "loss_scale": 8.0}),
+        ({"dp": 1, "tp": 1}, {**COLUMNS, "fsdp": "dp"}),
+        ({"dp": 2, "tp": 1}, {**COLUMNS, "shard_states": "dp", "loss_scale": "dynamic"}),
+        ({"dp": 2, "tp": 2}, {**COLUMNS, "shard_states": "dp", "loss_scale": 8.0}),  # sums over tp of parts over dp
     ],
 )
 @pytest.mark.thin(3)
@@ -142,7 +142,7 @@ def test_two_optimizers_share_buckets(first: tuple[int, ...]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"states_over": "dp", "clip_grad_norm": 0.5}])
+@pytest.mark.parametrize("options", [{}, {"shard_states": "dp", "clip_grad_norm": 0.5}])
 def test_a_flush_of_plain_sums(options: dict[str, Any]) -> None:
     """Sums that come in are sent as they are: nothing multiplies them first."""
     data, mesh = batches(), mw.Mesh({"dp": 2})

@@ -201,7 +201,7 @@ class Vain(Net):
 
 PRECISIONS = {
     "float32": None,
-    "float8 on the wire": mw.Precision(wire=mw.Float8(block=4)),
+    "float8 on the wire": mw.Precision(grad_comm=mw.Float8(block=4)),
     "bfloat16": mw.Precision(compute=torch.bfloat16),
 }
 

@@ -66,8 +66,15 @@ def test_a_part_until_the_backward(rows: int, axes: int, mine: int, sizes: list[
     assert len({v.storage for v in (view, part, whole)}) == 3
     cause = made.cause(nodes["all_gather_default"])
     assert cause is not None
-    assert (cause.op, cause.argument, cause.phase, cause.backward_bytes) == ("saved_split", 0, "recomputation", 0.0)
-    assert cause.reason == "a checkpoint kept its input split (saved_split), and runs again for the backward"
+    assert (cause.op, cause.argument, cause.phase, cause.backward_bytes) == (
+        "shard_checkpoint_inputs",
+        0,
+        "recomputation",
+        0.0,
+    )
+    assert (
+        cause.reason == "a checkpoint kept its input split (shard_checkpoint_inputs), and runs again for the backward"
+    )
     held, full = mine * 32, rows * 32
     assert record.summary == f"1 inputs of checkpointed calls are kept split: {held} bytes for {full}"
     assert record.details == {"inputs": 1, "bytes": held, "whole": full}

@@ -87,7 +87,7 @@ def plain(mesh: mw.Mesh | None) -> Values:
 
 
 def stored(mesh: mw.Mesh | None) -> Values:
-    model = placed(mesh, made(), **({} if mesh is None else {"stored_over": "dp"}))
+    model = placed(mesh, made(), **({} if mesh is None else {"fsdp": "dp"}))
     trained(mesh, model)
     return values(model)
 
@@ -154,7 +154,7 @@ def test_in_use(use: Callable[[mw.Mesh | None], Values]) -> None:
             torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"stored_over": "dp"}], ids=["held", "stored"])
+@pytest.mark.parametrize("options", [{}, {"fsdp": "dp"}], ids=["held", "stored"])
 def test_weights_are_written_in_the_models_own_order(tmp_path: Path, options: dict[str, Any]) -> None:
     expected = values(made())
     for name, mesh in MESHES.items():

@@ -141,7 +141,7 @@ ACTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "dp": ({"dp": 3}, {}),
-    "zero-3": ({"dp": 2}, {"stored_over": "dp"}),
+    "zero-3": ({"dp": 2}, {"fsdp": "dp"}),
     "dp-tp": (
         {"dp": 2, "tp": 2},
         {"layouts": {"up.*": {"tp": mw.Shard(0)}, "down.weight": {"tp": mw.Shard(1)}}},

@@ -53,7 +53,7 @@ def data(i: int, rank: int = 0) -> Tensor:
 # -- compile_step ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"passes": [FUSED]}, {"passes": [MERGED, FUSED]}, {"states_over": "dp"}])
+@pytest.mark.parametrize("options", [{}, {"passes": [FUSED]}, {"passes": [MERGED, FUSED]}, {"shard_states": "dp"}])
 def test_compiled(options: dict[str, Any]) -> None:
     k = 2 if MERGED in options.get("passes", ()) else 1
     model = Nets()

@@ -88,8 +88,8 @@ PLANS: dict[str, tuple[mw.Mesh, Plan, Sequence[str]]] = {
     "dp": (PAIR, Plan(batch=BATCH), ()),
     "over the length": (PAIR, Plan(batch={"dp": S1}), ()),
     "dp and tp": (SQUARE, Plan({"tokens.weight": {"tp": S1}}, batch=BATCH), ()),
-    "zero-3": (PAIR, Plan(batch=BATCH, stored_over="dp"), ("data-parallel-optimization",)),
-    "zero-1": (PAIR, Plan(batch=BATCH, states_over="dp", clip_grad_norm=1.0), ()),
+    "zero-3": (PAIR, Plan(batch=BATCH, fsdp="dp"), ("data-parallel-optimization",)),
+    "zero-1": (PAIR, Plan(batch=BATCH, shard_states="dp", clip_grad_norm=1.0), ()),
     "merge": (PAIR, Plan(batch=BATCH), ("gradient-merge:k_steps=2",)),
     "three": (mw.Mesh({"tp": 3}), Plan(batch={"tp": S1}), ()),
 }

@@ -80,12 +80,14 @@ def captured(make: Callable[[], nn.Module], mesh: mw.Mesh, passes: list[str], st
 
 def eager(make: Callable[[], nn.Module], mesh: mw.Mesh, steps: int = 4, **options: Any) -> Any:
     """Counts of the last step."""
-    stored, states = options.get("stored_over"), options.get("states_over")
+    stored, states = options.get("fsdp"), options.get("shard_states")
     layouts = TP if mesh is BOTH else {}
-    model = mw.shard_module(made_of(make), mesh, layouts, stored_over=stored, regather=options.get("regather", True))
+    model = mw.shard_module(
+        made_of(make), mesh, layouts, fsdp=stored, reshard_after_forward=options.get("reshard_after_forward", True)
+    )
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if states:
-        opt = mw.shard_optimizer(opt, states_over=states)
+        opt = mw.shard_optimizer(opt, shard_states=states)
     for i in range(steps):
         ids = mw.shard_tensor(ids_of(i), mesh, {"dp": mw.Shard(0)})
         with collective.counting() as counts:
@@ -105,7 +107,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": lambda: Net(tied=True).double(),
     "empty": lambda: Net(6, 2).double(),
 }
-ZERO = [{"states_over": "dp"}, {"stored_over": "dp"}, {"stored_over": "dp", "regather": False}]
+ZERO = [{"shard_states": "dp"}, {"fsdp": "dp"}, {"fsdp": "dp", "reshard_after_forward": False}]
 
 
 AUTO, STATES, STORED, KEPT = "data-parallel-optimization", *ZERO
@@ -144,7 +146,7 @@ def test_collectives_are_those_of_eager_code(mesh: mw.Mesh, model: str, options:
         assert counts.kinds[kind] <= wanted.kinds[kind] < plain.kinds[kind], (kind, counts, wanted)
         assert counts.bytes[kind] <= wanted.bytes[kind], (kind, counts, wanted)
     assert step.program.kinds == counts.kinds
-    if mesh is DP and "states_over" in options:
+    if mesh is DP and "shard_states" in options:
         assert counts.kinds["reduce_scatter"] == counts.kinds["all_gather"] == 1
 
 
@@ -242,7 +244,7 @@ def test_a_stored_model_is_captured_again(passes):
 
     def captured():
         net, opt = made()
-        options = {"mesh": mesh, "batch": {"dp": mw.Shard(0)}, "stored_over": "dp"}
+        options = {"mesh": mesh, "batch": {"dp": mw.Shard(0)}, "fsdp": "dp"}
         step = mw.compile_step(net, loss_of, opt, x, passes=passes, **options)
         other = mw.compile_step(net, loss_of, None, x, **options).eval()
 
@@ -278,7 +280,7 @@ def test_weights_that_are_split_against_their_use(layouts: str) -> None:
         net = Net().double()
         step = mw.compile_step(
             net, loss_of, torch.optim.AdamW(net.parameters(), lr=0.1), ids_of(0), mesh=BOTH, layouts=AGAINST[layouts],
-            batch={"dp": mw.Shard(0)}, stored_over="dp", passes=passes,
+            batch={"dp": mw.Shard(0)}, fsdp="dp", passes=passes,
         )  # fmt: skip
         losses = [float(step(ids_of(i))) for i in range(3)]
         return losses, [mw.unshard(p.detach()) for p in net.parameters()]
@@ -288,7 +290,7 @@ def test_weights_that_are_split_against_their_use(layouts: str) -> None:
 
 
 @pytest.mark.parametrize("over", [("dp", "tp"), ("tp", "dp"), ("r", "dp", "tp")], ids="+".join)
-def test_states_over_an_axis_that_sums_gradients_and_one_that_does_not(over: tuple[str, ...]) -> None:
+def test_shard_states_an_axis_that_sums_gradients_and_one_that_does_not(over: tuple[str, ...]) -> None:
     """The batch is split over some of the axes alone: gradients are scattered over these, and cut over the other."""
     mesh = mw.Mesh({"r": 2, "dp": 3, "tp": 2})
     torch.manual_seed(0)
@@ -300,7 +302,7 @@ def test_states_over_an_axis_that_sums_gradients_and_one_that_does_not(over: tup
         if on_mesh:
             step = mw.compile_step(
                 model, lambda m, x: m(x).square().mean(), optimizer, data, mesh=mesh, batch={"dp": mw.Shard(0)},
-                states_over=over,
+                shard_states=over,
             )  # fmt: skip
             step(data)
             return mw.unshard(model.weight.detach())

@@ -26,9 +26,9 @@ GPT_RUNS: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"tp": 4}, {"heads": 6}),  # heads that do not divide
     ({"dp": 2, "tp": 2}, {"sequence_parallel": True}),
     ({"dp": 2, "tp": 2}, {"tie": True}),
-    ({"dp": 2, "tp": 2}, {"stored_over": "dp"}),
-    ({"dp": 2, "tp": 2}, {"stored_over": "dp", "regather": False}),
-    ({"dp": 2, "tp": 2}, {"states_over": "dp", "clip": 0.5}),
+    ({"dp": 2, "tp": 2}, {"fsdp": "dp"}),
+    ({"dp": 2, "tp": 2}, {"fsdp": "dp", "reshard_after_forward": False}),
+    ({"dp": 2, "tp": 2}, {"shard_states": "dp", "clip": 0.5}),
     ({"dp": 2, "tp": 2}, {"dropout": 0.1}),
 ]
 
@@ -42,7 +42,7 @@ def test_gpt(axes: dict[str, int], more: dict[str, Any]) -> None:
     from meshwright.train.plan import plan_for
 
     sizes: dict[str, Any] = {"layers": 2, "hidden": 48, "heads": 6, "seq": 18, "batch": 6, "dtype": "float64"}
-    step = {k: more[k] for k in ("stored_over", "regather", "states_over") if k in more}
+    step = {k: more[k] for k in ("fsdp", "reshard_after_forward", "shard_states") if k in more}
     sizes |= {k: v for k, v in more.items() if k in ("hidden", "heads", "tie", "dropout")}
     config = TrainConfig(mesh=tuple(axes.items()), **sizes)
     mesh = mw.Mesh(axes)

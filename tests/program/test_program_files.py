@@ -228,7 +228,7 @@ def _tree(r: random.Random, depth: int = 2) -> nn.Module:
 @pytest.mark.parametrize("seed", range(6))
 def test_any_name_that_a_module_may_have_is_saved(seed: int, tmp_path: Path) -> None:
     """Beginning with a digit, keywords, very long, or equal once dots are underscores."""
-    how: dict[str, Any] = [{}, {"passes": ["gradient-merge:k_steps=2"]}, {"states_over": "dp"}][seed % 3]
+    how: dict[str, Any] = [{}, {"passes": ["gradient-merge:k_steps=2"]}, {"shard_states": "dp"}][seed % 3]
 
     def run() -> bool:
         model = _tree(random.Random(seed))

@@ -86,10 +86,10 @@ ROWS = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual
 TENSOR_PARALLEL = {"up.*": {"tp": mw.Shard(0)}, "down.weight": {"tp": mw.Shard(1)}}
 STORED: dict[str, dict[str, Any]] = {
     "as_seen": {},
-    "over": {"stored_over": "dp"},
-    "cpu": {"stored_on": "cpu"},
-    "over_cpu": {"stored_over": "dp", "stored_on": "cpu", "regather": False},
-    "precision": {"stored_over": "dp", "precision": mw.Precision(reduce=F32)},
+    "over": {"fsdp": "dp"},
+    "cpu": {"offload": "cpu"},
+    "over_cpu": {"fsdp": "dp", "offload": "cpu", "reshard_after_forward": False},
+    "precision": {"fsdp": "dp", "precision": mw.Precision(reduce=F32)},
 }
 
 

@@ -230,8 +230,8 @@ def test_steps_by_hand() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0)])
-@pytest.mark.parametrize("states_over", [None, "a"])
-def test_uneven_layouts_agree_group_by_group(order: tuple[int, int], states_over: str | None) -> None:
+@pytest.mark.parametrize("shard_states", [None, "a"])
+def test_uneven_layouts_agree_group_by_group(order: tuple[int, int], shard_states: str | None) -> None:
     """Where two axes split a weight unevenly, sizes differ from group to group, and that is right."""
     mesh = mw.Mesh({"a": 2, "b": 3})
     x = torch.randn(6, 5, dtype=torch.float64)
@@ -260,7 +260,7 @@ def test_uneven_layouts_agree_group_by_group(order: tuple[int, int], states_over
             x,
             mesh=mesh,
             layouts={"w": {"a": mw.Shard(order[0]), "b": mw.Shard(order[1])}},
-            states_over=states_over,
+            shard_states=shard_states,
         )
         return step(x).item(), mw.unshard(model.w).detach().clone()
 
@@ -288,7 +288,7 @@ def test_another_size_of_a_step_whose_parameters_are_stored_split(passes: tuple[
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         step = mw.compile_step(
             model, loss_fn, optimizer, batches[0], mesh=mesh, layouts=layouts, batch={"dp": mw.Shard(0)},
-            stored_over="dp", clip_grad_norm=0.5, gradients=True, passes=list(passes),
+            fsdp="dp", clip_grad_norm=0.5, gradients=True, passes=list(passes),
         )  # fmt: skip
         losses = [float(step(b)) for b in batches]
         return losses, len(step._ready), mw.unshard(model[0].weight).detach()

@@ -87,8 +87,8 @@ def test_random_models_over_memory_formats(seed: int) -> None:
         [
             (ONE, {}),
             (TWO, BY_ROWS),
-            (TWO, {**BY_ROWS, "states_over": "dp"}),
-            (TWO, {**BY_ROWS, "stored_over": "dp"}),
+            (TWO, {**BY_ROWS, "shard_states": "dp"}),
+            (TWO, {**BY_ROWS, "fsdp": "dp"}),
             (THREE, {"layouts": {"conv.weight": {"tp": mw.Shard(0)}}}),
             (THREE, {"layouts": {"turned": {"tp": mw.Shard(0)}}}),
             (TWO, {**BY_ROWS, "passes": ["data-parallel-optimization"]}),
@@ -104,7 +104,7 @@ def test_random_models_over_memory_formats(seed: int) -> None:
         made = Net(seed)
         return made.to(memory_format=LAST) if pick.random() < 0.5 else made
 
-    number = seed % (3 if "states_over" in options else 4)  # others gather what they updated behind the program
+    number = seed % (3 if "shard_states" in options else 4)  # others gather what they updated behind the program
     compare(make, squares, batches, mesh, optimizer=OPTIMIZERS[number], **options)
 
 
@@ -212,7 +212,7 @@ class Complex(nn.Module):
 
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize(
-    "options", [BY_ROWS, {**BY_ROWS, "states_over": "dp"}, {"layouts": {"w": {"dp": mw.Shard(1)}}}]
+    "options", [BY_ROWS, {**BY_ROWS, "shard_states": "dp"}, {"layouts": {"w": {"dp": mw.Shard(1)}}}]
 )
 def test_complex_parameters(number: int, options: dict[str, Any]) -> None:
     compare(Complex, squares, [x[..., 0, :] for x in images(2)], TWO, optimizer=OPTIMIZERS[number], **options)

@@ -24,11 +24,11 @@ STEPS = 20
 CASES: dict[str, tuple[dict[str, int], Any, Any, Any, dict[str, Any]]] = {
     "dp": ({"dp": 2}, MLP, squares, pairs, {"batch": DP}),
     "tp": ({"tp": 2}, MLP, squares, pairs, {"layouts": TP}),
-    "stored": ({"dp": 2}, MLP, squares, pairs, {"batch": DP, "stored_over": "dp", "clip_grad_norm": 0.1}),
-    "states": ({"dp": 2}, MLP, squares, pairs, {"batch": DP, "states_over": "dp"}),
+    "stored": ({"dp": 2}, MLP, squares, pairs, {"batch": DP, "fsdp": "dp", "clip_grad_norm": 0.1}),
+    "states": ({"dp": 2}, MLP, squares, pairs, {"batch": DP, "shard_states": "dp"}),
     "batch norm": ({"dp": 2}, CNN, classes, images, {"batch": DP}),
     "dp x tp": ({"dp": 2, "tp": 2}, MLP, squares, pairs, {"batch": DP, "layouts": TP, "clip_grad_norm": 0.1}),
-    "dp x tp, stored": ({"dp": 2, "tp": 2}, MLP, squares, pairs, {"batch": DP, "layouts": TP, "stored_over": "dp"}),
+    "dp x tp, stored": ({"dp": 2, "tp": 2}, MLP, squares, pairs, {"batch": DP, "layouts": TP, "fsdp": "dp"}),
     "batch norm on four": ({"dp": 4}, CNN, classes, images, {"batch": DP}),
 }
 

@@ -115,11 +115,11 @@ def roles(program: Program) -> set[str]:
     [
         ("new", BOTH, 5, {"layouts": TP, "passes": [DPO]}),
         ("reentrant", FOUR, 3, {}),  # the last rank has no row
-        ("nested", TWO, 3, {"stored_over": "dp", "passes": [DPO]}),
+        ("nested", TWO, 3, {"fsdp": "dp", "passes": [DPO]}),
         pytest.param("nested", BOTH, 4, {"layouts": TP}, marks=pytest.mark.long),
         pytest.param("selective", BOTH, 4, {"layouts": TP}, marks=pytest.mark.long),
-        pytest.param("sequential", TWO, 4, {"states_over": "dp", "passes": [DPO]}, marks=pytest.mark.long),
-        pytest.param("new", TWO, 4, {"stored_over": "dp", "regather": False}, marks=pytest.mark.long),
+        pytest.param("sequential", TWO, 4, {"shard_states": "dp", "passes": [DPO]}, marks=pytest.mark.long),
+        pytest.param("new", TWO, 4, {"fsdp": "dp", "reshard_after_forward": False}, marks=pytest.mark.long),
         pytest.param("new", TWO, 4, {"loss_scale": 8.0, "clip_grad_norm": 0.5}, marks=pytest.mark.long),
     ],
     ids=str,
@@ -391,7 +391,7 @@ def test_explain_shows_both_runs() -> None:
 
 
 def test_a_saved_program_is_the_same(tmp_path: Path) -> None:
-    program = program_of("nested", stored_over="dp")
+    program = program_of("nested", fsdp="dp")
     mw.save_program(program, tmp_path / "step")
     assert str(mw.load_program(tmp_path / "step")) == str(program)
 

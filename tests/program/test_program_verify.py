@@ -100,7 +100,7 @@ TAMPERING: dict[str, Callable[[Program], Any]] = {
 def test_as_built_it_is_well_formed() -> None:
     mw.check_program(ONE)
     mw.check_program(fresh())
-    for more in ({"stored_over": "dp"}, {"states_over": "dp"}, {"clip_grad_norm": 1.0}):
+    for more in ({"fsdp": "dp"}, {"shard_states": "dp"}, {"clip_grad_norm": 1.0}):
         mw.check_program(program_of(**more))
 
 

@@ -78,7 +78,7 @@ def test_views_of_gathered_parameters(look: str) -> None:
             data,
             mesh=MESH,
             batch={"dp": mw.Shard(0)},
-            stored_over="dp",
+            fsdp="dp",
             passes=["data-parallel-optimization"],
         )
         for _ in range(2):

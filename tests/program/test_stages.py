@@ -27,10 +27,10 @@ def batches(n: int) -> list[Any]:
 CASES = [
     ({"pp": 2}, {}),
     ({"pp": 3}, {"clip": None}),
-    ({"dp": 2, "pp": 3}, {"batch": DP, "stored_over": "dp"}),
-    ({"pp": 2, "dp": 2, "tp": 2}, {"batch": DP, "layouts": TP, "states_over": "dp"}),
+    ({"dp": 2, "pp": 3}, {"batch": DP, "fsdp": "dp"}),
+    ({"pp": 2, "dp": 2, "tp": 2}, {"batch": DP, "layouts": TP, "shard_states": "dp"}),
     ({"pp": 3, "dp": 2}, {"batch": DP, "tie": True, "passes": ["data-parallel-optimization"]}),
-    ({"pp": 2, "dp": 2}, {"batch": DP, "loss_scale": 64.0, "stored_over": {"layers.*": "dp"}}),
+    ({"pp": 2, "dp": 2}, {"batch": DP, "loss_scale": 64.0, "fsdp": {"layers.*": "dp"}}),
     ({"pp": 2}, {"stages": {"pp": {"tokens": 0, "layers.[01]": 0, "layers.2": 1, "norm": 1}}}),
 ]
 
@@ -122,8 +122,8 @@ def test_a_checkpoint_of_it_loads_on_another_mesh(tmp_path: Path) -> None:
 
         return ranks
 
-    plain: Any = {"stages": None, "batch": DP, "stored_over": "dp"}
-    ways = [({"pp": 3}, {}), ({"dp": 2}, plain), ({"dp": 2, "pp": 2}, {"batch": DP, "stored_over": "dp"})]
+    plain: Any = {"stages": None, "batch": DP, "fsdp": "dp"}
+    ways = [({"pp": 3}, {}), ({"dp": 2}, plain), ({"dp": 2, "pp": 2}, {"batch": DP, "fsdp": "dp"})]
     for saved, loaded in ((0, 1), (1, 2)):
         for folder in tmp_path.iterdir():
             for file in folder.iterdir():
@@ -190,7 +190,7 @@ BAD: list[tuple[Any, type[MeshwrightError], str]] = [
     ({"stages": {"pp": 3}}, LayoutError, 'the name of a list of modules, globs to stages, or "auto"'),
     ({"stages": {"pp": "layers", "dp": "layers"}}, LayoutError, "one mesh axis was expected"),
     ({"batch": {"pp": mw.Shard(0)}}, LayoutError, "batch.0 lies as .* 'pp' is the axis of the stages"),
-    ({"stored_over": "pp"}, LayoutError, "is stored over 'pp', the axis of the stages"),
+    ({"fsdp": "pp"}, LayoutError, "is stored over 'pp', the axis of the stages"),
     ({"model": Backwards}, CaptureError, r"layers.1.up is at stage 1 .* a value of layers.2, which is at stage 2"),
 ]
 

@@ -14,10 +14,10 @@ import meshwright as mw
 E4M3 = torch.float8_e4m3fn
 CASES: dict[str, tuple[dict[str, int], Any, dict[str, Any]]] = {
     "dp": ({"dp": 2}, None, {}),
-    "zero 3": ({"dp": 2}, None, {"stored_over": "dp"}),
+    "zero 3": ({"dp": 2}, None, {"fsdp": "dp"}),
     "columns": ({"tp": 2}, {"0.weight": {"tp": mw.Shard(0)}}, {}),
     "rows": ({"tp": 2}, {"0.weight": {"tp": mw.Shard(1)}}, {}),
-    "both": ({"dp": 2, "tp": 2}, {"0.weight": {"tp": mw.Shard(0)}}, {"stored_over": "dp"}),
+    "both": ({"dp": 2, "tp": 2}, {"0.weight": {"tp": mw.Shard(0)}}, {"fsdp": "dp"}),
 }
 DATA = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
 

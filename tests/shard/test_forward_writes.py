@@ -161,15 +161,15 @@ def test_a_captured_step_stores_what_the_forward_wrote(mesh: mw.Mesh, names: tup
         return Pairs(*names)
 
     layouts = TP if mesh is BOTH else {}
-    alike(mw.simulate(lambda: captured(make, mesh, 2, layouts=layouts, stored_over="dp"), mesh), one_device(make, 2))
+    alike(mw.simulate(lambda: captured(make, mesh, 2, layouts=layouts, fsdp="dp"), mesh), one_device(make, 2))
 
 
-@pytest.mark.parametrize("options", [{"regather": False}, {"passes": [DPO]}])
+@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"passes": [DPO]}])
 def test_a_lookup_that_scales_rows(options: dict[str, Any]) -> None:
-    alike(mw.simulate(lambda: captured(Tables, DP, stored_over="dp", **options), DP), one_device(Tables))
+    alike(mw.simulate(lambda: captured(Tables, DP, fsdp="dp", **options), DP), one_device(Tables))
 
 
-@pytest.mark.parametrize("over", [{"stored_over": "dp"}, {"states_over": "dp"}])
+@pytest.mark.parametrize("over", [{"fsdp": "dp"}, {"shard_states": "dp"}])
 def test_passes_take_a_forward_that_writes_to_parameters(over: dict[str, str]) -> None:
     """Also merged: every micro-step writes, and a flush does not write again."""
 
@@ -194,7 +194,7 @@ def test_only_what_was_recorded_may_write_to_parameters(tmp_path: Path) -> None:
     def build() -> Program:
         model, optimizer = made_of(lambda: Pair(average))
         batch = {"dp": mw.Shard(0)}
-        return mw.compile_step(model, None, optimizer, X, mesh=DP, batch=batch, stored_over="dp").program
+        return mw.compile_step(model, None, optimizer, X, mesh=DP, batch=batch, fsdp="dp").program
 
     program = mw.simulate(build, DP)[0]
     mw.save_program(program, tmp_path / "step.program")
@@ -222,7 +222,7 @@ class Norms(nn.Module):
 
 
 def test_lists_of_tensors_in_a_captured_forward() -> None:
-    alike(mw.simulate(lambda: captured(Norms, BOTH, layouts=TP, stored_over="dp"), BOTH), one_device(Norms))
+    alike(mw.simulate(lambda: captured(Norms, BOTH, layouts=TP, fsdp="dp"), BOTH), one_device(Norms))
 
 
 # ---------------------------------------------------------------------------------------------- eager, inside a unit
@@ -279,8 +279,8 @@ def quietly(write: Write) -> Callable[[nn.Linear], None]:
     return change
 
 
-@pytest.mark.parametrize("regather", [True, False])
-def test_what_a_unit_writes_to_its_own_parameters(regather: bool) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_what_a_unit_writes_to_its_own_parameters(reshard_after_forward: bool) -> None:
     """Through views, by name of the argument, by functions that change their argument: as on one device."""
     layouts = {"layers.0.weight": {"tp": mw.Shard(0)}}
     changes = [several, *(quietly(WRITES[n]) for n in ("setitem", "rows", "chunk", "relu", "init", "detached"))]
@@ -291,18 +291,18 @@ def test_what_a_unit_writes_to_its_own_parameters(regather: bool) -> None:
             return unit(change)
 
         def both(make: Any = make) -> Result:
-            return eager(make, BOTH, layouts, stored_over="dp", regather=regather)
+            return eager(make, BOTH, layouts, fsdp="dp", reshard_after_forward=reshard_after_forward)
 
         alike(mw.simulate(both, BOTH), one_device(make))
 
 
 def test_lookups_that_scale_rows_eagerly() -> None:
-    alike(mw.simulate(lambda: eager(Tables, DP, stored_over="dp"), DP), one_device(Tables))
+    alike(mw.simulate(lambda: eager(Tables, DP, fsdp="dp"), DP), one_device(Tables))
 
     def looked(mesh: mw.Mesh | None) -> Result:
         model, _ = made_of(Tables)
         if mesh is not None:
-            mw.shard_module(model, mesh, stored_over="dp")
+            mw.shard_module(model, mesh, fsdp="dp")
         with torch.inference_mode():
             model(X if mesh is None else mw.shard_tensor(X, mesh, {"dp": mw.Shard(0)}))
         return [mw.unshard(p.detach()) for p in model.parameters()]
@@ -326,11 +326,11 @@ def test_writes_that_gradients_are_recorded_of(change: Any, trained: bool, words
         return unit(change, trained)
 
     if words:
-        for run in (lambda: one_device(make), lambda: mw.simulate(lambda: eager(make, DP, stored_over="dp"), DP)):
+        for run in (lambda: one_device(make), lambda: mw.simulate(lambda: eager(make, DP, fsdp="dp"), DP)):
             with pytest.raises(RuntimeError, match=words):
                 run()
     else:
-        alike(mw.simulate(lambda: eager(make, DP, stored_over="dp"), DP), one_device(make))
+        alike(mw.simulate(lambda: eager(make, DP, fsdp="dp"), DP), one_device(make))
 
 
 @pytest.mark.parametrize("recorded", [True, False])

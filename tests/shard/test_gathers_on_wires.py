@@ -66,7 +66,7 @@ def test_only_values_are_rounded() -> None:
 CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "zero 3": ({"dp": 2}, {}),
     "uneven": ({"dp": 3}, {}),
-    "hybrid": ({"dp": 2, "shard": 2}, {"stored_over": "shard"}),
+    "hybrid": ({"dp": 2, "shard": 2}, {"fsdp": "shard"}),
     "tp": ({"dp": 2, "tp": 2}, {"placements": TP}),
 }
 PASSES = ("data-parallel-optimization",)
@@ -127,7 +127,7 @@ def cuts_of(model: nn.Module, mesh: mw.Mesh, over: str) -> dict[str, list[tuple[
 
 
 def eagerly(mesh: mw.Mesh, case: str, precision: Any, **more: Any) -> Any:
-    options = {"stored_over": "dp", **CASES[case][1], **more}
+    options = {"fsdp": "dp", **CASES[case][1], **more}
     model = mw.shard_module(net(), mesh, precision=precision, **options)
     optimizer = mw.shard_optimizer(optimizer_of(model))
     with collective.counting() as counts:
@@ -136,14 +136,14 @@ def eagerly(mesh: mw.Mesh, case: str, precision: Any, **more: Any) -> Any:
             loss_of(model, mw.shard_tensor(ids, mesh, batch_of(mesh))).backward()
             optimizer.step()
     made = {n: mw.unshard(p.detach()) for n, p in model.named_parameters()}
-    return made, cuts_of(model, mesh, options["stored_over"]), counts.table
+    return made, cuts_of(model, mesh, options["fsdp"]), counts.table
 
 
 def captured(mesh: mw.Mesh, case: str, precision: Any, passes: tuple[str, ...]) -> Any:
     model, options = net(), dict(CASES[case][1])
     step = mw.compile_step(
         model, loss_of, optimizer_of(model), IDS[0], mesh=mesh, batch=batch_of(mesh), precision=precision,
-        layouts=options.pop("placements", None), passes=passes, **{"stored_over": "dp", **options},
+        layouts=options.pop("placements", None), passes=passes, **{"fsdp": "dp", **options},
     )  # fmt: skip
     mw.check_program(step.program)
     with collective.counting() as counts:
@@ -181,7 +181,7 @@ def test_as_one_device_that_sees_what_arrives(case: str, compute: torch.dtype | 
     for passes in ((), PASSES):
         for found, *_ in mw.simulate(lambda p=passes: captured(mesh, case, precision, p), mesh):
             close(found, want, by)
-    hosted = mw.simulate(lambda: eagerly(mesh, case, precision, stored_on="cpu"), mesh)[0][0]
+    hosted = mw.simulate(lambda: eagerly(mesh, case, precision, offload="cpu"), mesh)[0][0]
     assert all(torch.equal(hosted[n], t) for n, t in made.items())
 
 
@@ -202,12 +202,12 @@ def test_bytes_by_hand() -> None:
 
 
 def test_only_what_is_gathered_is_rounded() -> None:
-    """Plain data parallelism, what states_over leaves to gather, masters, unshard and state_dict are exact."""
+    """Plain data parallelism, what shard_states leaves to gather, masters, unshard and state_dict are exact."""
     mesh, precision = mw.Mesh({"dp": 2}), mw.Precision(gather=EIGHT)
 
     def run(precision: Any, **options: Any) -> Any:
         model = mw.shard_module(net(), mesh, precision=precision, **options)
-        optimizer = mw.shard_optimizer(optimizer_of(model), states_over=None if options else "dp")
+        optimizer = mw.shard_optimizer(optimizer_of(model), shard_states=None if options else "dp")
         loss_of(model, mw.shard_tensor(IDS[0], mesh, batch_of(mesh))).backward()
         optimizer.step()
         return {n: mw.unshard(p.detach()) for n, p in model.named_parameters()}
@@ -218,7 +218,7 @@ def test_only_what_is_gathered_is_rounded() -> None:
     def untouched() -> None:
         start = net()
         want = {n: t.clone() for n, t in start.state_dict().items()}
-        model = mw.shard_module(start, mesh, precision=precision, stored_over="dp")
+        model = mw.shard_module(start, mesh, precision=precision, fsdp="dp")
         with torch.no_grad():
             model(mw.shard_tensor(IDS[0], mesh, batch_of(mesh)))
         for n, p in model.named_parameters():
@@ -251,14 +251,14 @@ def test_what_a_forward_writes_reaches_the_parameter_and_nothing_else_is_rounded
         one(x)
 
     def eager() -> Tensor:
-        model = mw.shard_module(Clamped(), mesh, stored_over="dp", precision=mw.Precision(gather=EIGHT))
+        model = mw.shard_module(Clamped(), mesh, fsdp="dp", precision=mw.Precision(gather=EIGHT))
         with torch.no_grad():
             model(mw.shard_tensor(x, mesh, {"dp": mw.Shard(0)}))
         return mw.unshard(model.weight.detach())
 
     def program() -> Tensor:
         model = Clamped()
-        options: dict[str, Any] = {"stored_over": "dp", "precision": mw.Precision(gather=EIGHT)}
+        options: dict[str, Any] = {"fsdp": "dp", "precision": mw.Precision(gather=EIGHT)}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         mw.compile_step(model, lambda m, x: m(x).sum(), optimizer, x, mesh=mesh, batch={"dp": mw.Shard(0)}, **options)(
             x
@@ -277,7 +277,7 @@ def habits(mesh: mw.Mesh, precision: Any) -> list[Tensor]:
     """Accumulation, a frozen and an unfrozen weight, evaluation in between, a copy, a pickle, checkpointed blocks."""
     model = net(F32)
     model.checkpointed = True
-    mw.shard_module(model, mesh, precision=precision, stored_over="dp")
+    mw.shard_module(model, mesh, precision=precision, fsdp="dp")
     optimizer = mw.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     ids = [mw.shard_tensor(i, mesh, batch_of(mesh)) for i in IDS]
     with mw.no_sync(model):
@@ -318,8 +318,8 @@ def test_said_of_one_parameter_in_two_ways() -> None:
             mw.Precision(gather=3)  # type: ignore[arg-type]
         policy = {"*": mw.Precision(), "head*": mw.Precision(gather=EIGHT)}
         with pytest.raises(ShardError, match=r"tied.*gathered as float8/16"):
-            mw.shard_module(net(), mesh, stored_over="dp", precision=policy)
-        model = mw.shard_module(nn.Linear(4, 4), mesh, stored_over="dp", precision=mw.Precision(gather=EIGHT))
+            mw.shard_module(net(), mesh, fsdp="dp", precision=policy)
+        model = mw.shard_module(nn.Linear(4, 4), mesh, fsdp="dp", precision=mw.Precision(gather=EIGHT))
         mw.shard_module(model, mesh, precision=mw.Precision(gather=EIGHT))
         with pytest.raises(ShardError, match=r"is sharded already.*gathered as float8/16"):
             mw.shard_module(model, mesh, precision=mw.Precision(gather=BF16))

@@ -38,8 +38,8 @@ def updates(dtype: torch.dtype, width: int, kind: Any, options: dict[str, Any], 
             step(x)
     else:
         if how != "one device":
-            mw.shard_module(model, MESH, stored_over="dp" if how == "zero 3" else None)
-            mw.shard_optimizer(optimizer, states_over="dp" if how == "zero 1" else None)
+            mw.shard_module(model, MESH, fsdp="dp" if how == "zero 3" else None)
+            mw.shard_optimizer(optimizer, shard_states="dp" if how == "zero 1" else None)
             x = mw.shard_tensor(x, MESH, SPLIT)
         for _ in range(3):
             optimizer.zero_grad()

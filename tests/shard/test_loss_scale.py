@@ -105,8 +105,8 @@ CASES: dict[str, tuple[Any, torch.dtype, Any, dict[str, Any]]] = {
     "tp, clipped": (ADAM, torch.float16, HOW, {"layouts": TP, "clip_grad_norm": 0.5}),
     "bf16, buckets": (ADAM, torch.bfloat16, HOW, {"layouts": TP, "passes": [BUCKETS]}),
     "sgd, merged": (SGD, torch.float16, HOW, {"layouts": TP, "passes": [MERGE]}),
-    "stored, both passes": (ADAM, torch.float16, HOW, {"stored_over": "dp", "passes": [MERGE, BUCKETS]}),
-    "states split": (ADAM, torch.float16, HOW, {"states_over": "dp", "clip_grad_norm": 0.5, "passes": [BUCKETS]}),
+    "stored, both passes": (ADAM, torch.float16, HOW, {"fsdp": "dp", "passes": [MERGE, BUCKETS]}),
+    "states split": (ADAM, torch.float16, HOW, {"shard_states": "dp", "clip_grad_norm": 0.5, "passes": [BUCKETS]}),
     "a number": (SGD, torch.float16, 512.0, {"gradients": True}),
 }
 
@@ -153,15 +153,15 @@ class OneRow(nn.Module):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("states_over", [None, "dp"])
-def test_an_overflow_on_some_ranks_skips_the_update_on_all(dim: int, states_over: str | None) -> None:
+@pytest.mark.parametrize("shard_states", [None, "dp"])
+def test_an_overflow_on_some_ranks_skips_the_update_on_all(dim: int, shard_states: str | None) -> None:
     def rank() -> Any:
         model = OneRow()
         before = model.weight.detach().clone()
         step = mw.compile_step(
             model, None, ADAM(model.parameters()), torch.ones(2, 4), mesh=MESH,
             layouts={"weight": {"tp": mw.Shard(dim)}},
-            loss_scale=mw.LossScale(2.0**40), states_over=states_over,
+            loss_scale=mw.LossScale(2.0**40), shard_states=shard_states,
         )  # fmt: skip
         step(torch.ones(2, 4))
         assert torch.equal(mw.unshard(model.weight), before)
@@ -238,7 +238,7 @@ def test_what_is_refused() -> None:
 def eagerly(data: list[Tensor], stored: bool) -> Any:
     model, loss = network(), loss_in(torch.float16)
     if stored:
-        mw.shard_module(model, MESH, stored_over="dp")
+        mw.shard_module(model, MESH, fsdp="dp")
     else:
         mw.shard_module(model, MESH, TP)
     optimizer = ADAM(model.parameters())

@@ -148,12 +148,12 @@ CASES = {
     "tp": Case(ADAM, HALF, options={"layouts": TP}),
     "tp bf16, buckets": Case(ADAM, BRAIN, options={"layouts": TP, "passes": [BUCKETS]}),
     "merged": Case(SGD, HALF, 4, options={"layouts": TP, "passes": [M4]}),
-    "stored": Case(ADAM, HALF, options={"stored_over": "dp"}),
-    "stored, both passes": Case(ADAM, HALF, 4, options={"stored_over": "dp", "passes": [M4, BUCKETS]}),
-    "stored bf16": Case(SGD, BRAIN, options={"stored_over": "dp", "passes": [BUCKETS]}),
-    "states": Case(ADAM, HALF, options={"states_over": "dp", "layouts": TP, "passes": [BUCKETS]}),
+    "stored": Case(ADAM, HALF, options={"fsdp": "dp"}),
+    "stored, both passes": Case(ADAM, HALF, 4, options={"fsdp": "dp", "passes": [M4, BUCKETS]}),
+    "stored bf16": Case(SGD, BRAIN, options={"fsdp": "dp", "passes": [BUCKETS]}),
+    "states": Case(ADAM, HALF, options={"shard_states": "dp", "layouts": TP, "passes": [BUCKETS]}),
     "clipped": Case(ADAM, HALF, 1, 0.02, options={"layouts": TP}),
-    "clipped, stored, merged": Case(SGD, HALF, 4, 0.02, options={"stored_over": "dp", "passes": [M4, BUCKETS]}),
+    "clipped, stored, merged": Case(SGD, HALF, 4, 0.02, options={"fsdp": "dp", "passes": [M4, BUCKETS]}),
 }
 
 
@@ -263,7 +263,7 @@ def test_two_optimizers_with_schedules_merged_and_stored_split() -> None:
         made, model = Run(), Exact()
         optimizers, schedules = two(model)
         step = mw.compile_step(
-            model, sum_and_mean, optimizers, data[0], mesh=MESH, batch=DP, loss_scale=how, stored_over="dp",
+            model, sum_and_mean, optimizers, data[0], mesh=MESH, batch=DP, loss_scale=how, fsdp="dp",
             passes=[GradientMerge(k_steps=4, weighted=False), BUCKETS],  # a product of sums is no mean
         )  # fmt: skip
         for i, batch in enumerate(data):

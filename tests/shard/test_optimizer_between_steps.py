@@ -332,7 +332,7 @@ def test_what_is_said_for_one_step_is_forgotten(over: str | None) -> None:
     def run(way: str | None) -> list[torch.Tensor]:
         made = Run("fused", way)
         if way is not None:
-            mw.shard_optimizer(made.opt, states_over=over)
+            mw.shard_optimizer(made.opt, shard_states=over)
         made.step()
         made.backward()
         made.opt.grad_scale, made.opt.found_inf = torch.tensor(1024.0), torch.tensor(0.0)
@@ -369,7 +369,7 @@ class Own(O.Optimizer):
                 self.update(p, g["lr"])
 
 
-@pytest.mark.parametrize("options", [{}, {"states_over": "dp"}], ids=["whole", "over"])
+@pytest.mark.parametrize("options", [{}, {"shard_states": "dp"}], ids=["whole", "over"])
 def test_methods_bound_to_the_optimizer_have_its_states(options: dict[str, Any], monkeypatch: Any) -> None:
     monkeypatch.setitem(KINDS, "own", Own)
 
@@ -391,7 +391,7 @@ def test_methods_bound_to_the_optimizer_have_its_states(options: dict[str, Any],
 def test_a_collection_that_asks_the_optimizer_itself_is_refused_where_states_are_split() -> None:
     def run() -> None:
         made = Run("foreach", "whole")
-        mw.shard_optimizer(made.opt, states_over="dp")
+        mw.shard_optimizer(made.opt, shard_states="dp")
         made.step()
         before = [mw.unshard(p) for p in made.params]
         replace_collection(made)

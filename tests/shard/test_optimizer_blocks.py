@@ -20,8 +20,8 @@ TP = {"0.*": {"tp": mw.Shard(0)}, "2.weight": {"tp": mw.Shard(1)}}
 WAYS: dict[str, tuple[mw.Mesh, dict[str, Any], dict[str, Any]]] = {
     "dp": (TWO, {}, {}),
     "tp": (FOUR, {"layouts": TP}, {"elementwise": True}),
-    "zero-1": (TWO, {}, {"states_over": "dp", "elementwise": True}),
-    "zero-3": (TWO, {"stored_over": "dp"}, {"elementwise": True}),
+    "zero-1": (TWO, {}, {"shard_states": "dp", "elementwise": True}),
+    "zero-3": (TWO, {"fsdp": "dp"}, {"elementwise": True}),
 }
 
 
@@ -237,7 +237,7 @@ def test_split_parameters_are_the_callers_word(kind: Any) -> None:
 def test_captured(way: str) -> None:
     """Its update runs behind the program, on parts; the captured step is told of ZeRO."""
     mesh, sharding, _ = WAYS[way]
-    zero = {"zero-1": {"states_over": "dp"}, "zero-3": {"stored_over": "dp"}}.get(way, {})
+    zero = {"zero-1": {"shard_states": "dp"}, "zero-3": {"fsdp": "dp"}}.get(way, {})
 
     def capture(model: nn.Module, opt: Any, **options: Any) -> Any:
         loss = lambda m, x: m(x).square().mean()  # noqa: E731

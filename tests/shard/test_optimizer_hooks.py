@@ -22,8 +22,8 @@ O = torch.optim  # noqa: E741
 # Replicated, states split, stored split, and split by layout (uneven, on three ranks empty too).
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "states": {"states_over": "dp"},
-    "stored": {"stored_over": "dp"},
+    "states": {"shard_states": "dp"},
+    "stored": {"fsdp": "dp"},
     "split": {"layouts": {"0.weight": {"dp": mw.Shard(0)}, "2.*": {"dp": mw.Shard(0)}}},
 }
 
@@ -42,11 +42,11 @@ def made(
     if way is None:
         return model, kind(model.parameters(), **options)
     given = dict(WAYS[way])
-    over = given.pop("states_over", None)
+    over = given.pop("shard_states", None)
     opt = kind(model.parameters(), **options) if early else None
     mw.shard_module(model, mesh, given.pop("layouts", None), **given)
     opt = opt or kind(model.parameters(), **options)
-    return model, mw.shard_optimizer(opt, states_over=over, elementwise=not kind.__module__.startswith("torch"))
+    return model, mw.shard_optimizer(opt, shard_states=over, elementwise=not kind.__module__.startswith("torch"))
 
 
 def backward(model: nn.Module, mesh: mw.Mesh, distributed: bool, scale: float = 1.0) -> Any:
@@ -354,7 +354,7 @@ def _replaced(model: nn.Module, opt: Any) -> None:
 @pytest.mark.parametrize("kind", [O.AdamW, pytest.param(O.RMSprop, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "way",
-    [{"states_over": "dp"}, *(pytest.param(w, marks=pytest.mark.long) for w in ({}, {"stored_over": "dp"}))],
+    [{"shard_states": "dp"}, *(pytest.param(w, marks=pytest.mark.long) for w in ({}, {"fsdp": "dp"}))],
     ids=["states", "plain", "stored"],
 )
 def test_a_captured_step_runs_them(add: Any, kind: Any, way: dict[str, Any]) -> None:

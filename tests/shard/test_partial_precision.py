@@ -1,4 +1,4 @@
-"""``mw.Precision(partial=)``: in which dtype activations that are Partial, and gradients of activations, are summed."""
+"""``mw.Precision(accumulate=)``: the dtype in which Partial activations, and gradients of activations, are summed."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_modes(mode):
                     precision={"*": mw.Precision(BF16, F32), "head": mw.Precision(BF16, F32, F64)},
                 )
         stored = "dp" if mode == "stored" else None
-        mw.shard_module(model, mesh, SPLIT, precision=policy, stored_over=stored)
+        mw.shard_module(model, mesh, SPLIT, precision=policy, fsdp=stored)
         ids = mw.shard_tensor(IDS, mesh, {"dp": mw.Shard(0)})
 
         def train():
@@ -336,8 +336,8 @@ def test_captured_steps_sum_alike_and_a_program_that_does_not_is_refused():
 
 
 def test_what_cannot_be_meant_is_refused():
-    with pytest.raises(ShardError, match=r"partial=torch.int32: one of torch.float16"):
-        mw.Precision(partial=torch.int32)
+    with pytest.raises(ShardError, match=r"accumulate=torch.int32: one of torch.float16"):
+        mw.Precision(accumulate=torch.int32)
 
     def again():
         mw.shard_module(row(F32), TP, precision=mw.Precision(BF16, F32, F64))
@@ -350,7 +350,7 @@ def test_parameters_of_the_dtype_that_they_are_computed_in_have_partial_too():
     def run():
         model = nn.Linear(4, 1, bias=False, dtype=BF16)
         nn.init.ones_(model.weight)
-        mw.shard_module(model, TP, {"weight": ROWS}, precision=mw.Precision(partial=F32))
+        mw.shard_module(model, TP, {"weight": ROWS}, precision=mw.Precision(accumulate=F32))
         y = model(parts().bfloat16())
         y.sum().backward()
         assert model.weight.grad.dtype is BF16
@@ -385,7 +385,7 @@ def test_sums_of_many_ranks_in_few_bits_are_named():
     for static in (False, True):
         found = (lambda fn: fn()) if static else lambda fn: simulated(fn, mesh)
         assert found(lambda s=static: run(s, compute=BF16)) == [("all_reduce", "bfloat16", 16)]
-        assert found(lambda s=static: run(s, compute=BF16, partial=F32)) == []
+        assert found(lambda s=static: run(s, compute=BF16, accumulate=F32)) == []
     assert simulated(lambda: run(False, compute=F16), mesh) == []  # it has 11 bits
 
 

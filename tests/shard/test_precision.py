@@ -76,12 +76,12 @@ def oracle(steps=3, micro=1, compute=F32):
     return losses, {n: p.detach() for n, p in model.named_parameters()}
 
 
-def eager(sizes, placements=None, steps=3, micro=1, states_over=None, policy=POLICY, **options):
+def eager(sizes, placements=None, steps=3, micro=1, shard_states=None, policy=POLICY, **options):
     mesh = mw.Mesh(sizes)
 
     def run():
         model = mw.shard_module(copy.deepcopy(START), mesh, placements, precision=policy, **options)
-        optimizer = mw.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), states_over=states_over)
+        optimizer = mw.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), shard_states=shard_states)
         losses = []
         for i in range(steps):
             for part in range(micro):
@@ -110,10 +110,10 @@ CASES = {
     "dp": (({"dp": 4},), {}),
     "dp tp": (({"dp": 2, "tp": 2}, TP), {}),
     "sequence parallel": (({"dp": 2, "tp": 2}, TP), SP),
-    "zero 1": (({"dp": 4},), {"states_over": "dp"}),
-    "zero 3": (({"dp": 4},), {"stored_over": "dp"}),
-    "zero 3 kept": (({"dp": 2},), {"stored_over": "dp", "regather": False}),
-    "zero 3 tp": (({"dp": 2, "tp": 2}, TP), {"stored_over": "dp"}),
+    "zero 1": (({"dp": 4},), {"shard_states": "dp"}),
+    "zero 3": (({"dp": 4},), {"fsdp": "dp"}),
+    "zero 3 kept": (({"dp": 2},), {"fsdp": "dp", "reshard_after_forward": False}),
+    "zero 3 tp": (({"dp": 2, "tp": 2}, TP), {"fsdp": "dp"}),
 }
 
 
@@ -139,7 +139,7 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("axis", ["tp", "dp"])
-@pytest.mark.parametrize("options", [{}, {"stored_over": "dp"}], ids=["whole", "stored"])
+@pytest.mark.parametrize("options", [{}, {"fsdp": "dp"}], ids=["whole", "stored"])
 def test_contributions_are_reduced_in_the_dtype_asked_for_over_every_axis(axis, options):
     mesh = mw.Mesh({"dp": 2, "tp": 2})
 
@@ -168,7 +168,7 @@ def test_sums_over_ranks_and_micro_steps_lose_nothing(stored):
         want += torch.autograd.grad(loss, w)[0].double()
 
     def run():
-        model = mw.shard_module(copy.deepcopy(start), mesh, precision=POLICY, stored_over=stored)
+        model = mw.shard_module(copy.deepcopy(start), mesh, precision=POLICY, fsdp=stored)
         for i, x in enumerate(parts):
             with mw.no_sync(model) if i == 0 else torch.enable_grad():
                 model(mw.shard_tensor(x.flatten(0, 1), mesh, {"dp": mw.Shard(0)})).square().sum().backward()
@@ -193,7 +193,7 @@ def test_micro_steps_accumulate_in_reduce_where_masters_are_narrower():
         return float(mw.unshard(model.scale.grad)[1])
 
     assert mw.simulate(lambda: run(F32), mesh)[0] == 2 + 2**-5
-    assert mw.simulate(lambda: run(F32, stored_over="dp"), mesh)[0] == 2 + 2**-5
+    assert mw.simulate(lambda: run(F32, fsdp="dp"), mesh)[0] == 2 + 2**-5
     assert mw.simulate(lambda: run(None), mesh)[0] == 2
 
 
@@ -203,7 +203,7 @@ def test_what_is_sent_has_the_dtypes_asked_for(stored):
 
     def run(policy):
         model = nn.Sequential(nn.Linear(96, 128), nn.Linear(128, 32))
-        mw.shard_module(model, mesh, precision=policy, stored_over=stored)
+        mw.shard_module(model, mesh, precision=policy, fsdp=stored)
         x = mw.shard_tensor(torch.randn(8, 96), mesh, {"dp": mw.Shard(0)}).requires_grad_()
         with mw.explain() as why:
             model(x).float().square().mean().backward()
@@ -277,7 +277,7 @@ def test_masters_keep_every_bit(stored):
         state = {n: mw.unshard(t) for n, t in model.state_dict().items()}
         return state["weight"]
 
-    made, before = sharded(start, HALF, DP, fn, stored_over=stored), start.weight.detach()
+    made, before = sharded(start, HALF, DP, fn, fsdp=stored), start.weight.detach()
     assert made.dtype is F32
     assert torch.equal(made[1:], before[1:])
     torch.testing.assert_close(made[0], before[0] / before[0].norm(), rtol=1e-2, atol=1e-2)
@@ -305,7 +305,7 @@ def test_parameters_outside_of_their_modules_forward_are_seen_alike():
         return mw.unshard(out.detach()), {n: mw.unshard(p.grad) for n, p in model.named_parameters()}
 
     for stored in (None, "dp"):
-        made, grads = sharded(start, POLICY, DP, fn, stored_over=stored)
+        made, grads = sharded(start, POLICY, DP, fn, fsdp=stored)
         torch.testing.assert_close(made, out.detach())
         for n, g in grads.items():
             torch.testing.assert_close(g, one[n].grad, rtol=1e-5, atol=1e-5)
@@ -414,7 +414,7 @@ def test_captured_training_equals_one_device_with_the_same_casts(passes, case):
 
 
 @pytest.mark.parametrize("axis", ["tp", "dp"])
-@pytest.mark.parametrize("options", [{}, {"stored_over": "dp"}, {"states_over": "dp"}], ids=["whole", "zero3", "zero1"])
+@pytest.mark.parametrize("options", [{}, {"fsdp": "dp"}, {"shard_states": "dp"}], ids=["whole", "zero3", "zero1"])
 def test_captured_steps_reduce_in_the_dtype_asked_for(axis, options):
     mesh = mw.Mesh({"dp": 2, "tp": 2})
 
@@ -438,7 +438,7 @@ def test_captured_steps_send_what_was_cast():
             model = copy.deepcopy(NET)
             step = mw.compile_step(
                 model, lambda m, b: loss_of(m(b[0]).float(), b[1]), None, (IDS[0], TARGETS[0]), mesh=DP,
-                batch={"dp": mw.Shard(0)}, precision=policy, stored_over="dp", passes=passes,
+                batch={"dp": mw.Shard(0)}, precision=policy, fsdp="dp", passes=passes,
             )  # fmt: skip
             with mw.explain() as why:
                 step((IDS[0], TARGETS[0]))
@@ -462,7 +462,7 @@ def test_masters_keep_every_bit_in_captured_steps(stored):
         model = copy.deepcopy(start)
         step = mw.compile_step(
             model, lambda m, x: m(x).float().sum(), None, torch.tensor([0, 2]), mesh=DP, batch={"dp": mw.Shard(0)},
-            precision=HALF, stored_over=stored,
+            precision=HALF, fsdp=stored,
         )  # fmt: skip
         step(torch.tensor([0, 0]))
         return mw.unshard(model.weight.detach())
@@ -575,7 +575,7 @@ def test_habits(habit, stored):
         habit(model)
         return True
 
-    assert sharded(START, POLICY, DP, fn, stored_over=stored)
+    assert sharded(START, POLICY, DP, fn, fsdp=stored)
 
 
 @pytest.mark.parametrize("stored", [None, "dp"])
@@ -598,7 +598,7 @@ def test_masters_narrower_than_what_they_are_reduced_in(stored):
         assert {p.dtype for p in model.parameters()} == {BF16}
         return seen
 
-    seen = sharded(copy.deepcopy(START).bfloat16(), HALF, DP, fn, stored_over=stored)
+    seen = sharded(copy.deepcopy(START).bfloat16(), HALF, DP, fn, fsdp=stored)
     assert seen == ({} if stored else {"contribution": F32, "gradient": BF16})
 
 
@@ -641,7 +641,7 @@ def test_ranks_without_a_row_and_models_from_the_meta_device(stored):
             model = Net().double()
         start = START.state_dict()
         mw.shard_module(
-            model, mesh, precision=POLICY, stored_over=stored, init=lambda m: m.load_state_dict(start)
+            model, mesh, precision=POLICY, fsdp=stored, init=lambda m: m.load_state_dict(start)
         )  # fmt: skip
         ids, targets = (mw.shard_tensor(t[0, :3], mesh, {"dp": mw.Shard(0)}) for t in (IDS, TARGETS))
         loss_of(model(ids), targets).backward()
@@ -654,7 +654,7 @@ def test_ranks_without_a_row_and_models_from_the_meta_device(stored):
 
 def test_checkpoints_have_masters(tmp_path):
     def one(stored, load):
-        model = mw.shard_module(copy.deepcopy(NET), DP, precision=HALF, stored_over=stored)
+        model = mw.shard_module(copy.deepcopy(NET), DP, precision=HALF, fsdp=stored)
         optimizer = mw.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
         store, parts = mw.Checkpoints(tmp_path), {"model": model, "optimizer": optimizer}
         if load:
@@ -753,7 +753,7 @@ def test_a_parameter_that_was_replaced_by_one_in_another_dtype_is_refused(stored
             model = mw.shard_module(
                 nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)),
                 mesh,
-                stored_over=stored,
+                fsdp=stored,
                 precision=mw.Precision(BF16, F32),
             )
             replace(model)
@@ -794,7 +794,7 @@ def test_a_forward_reads_the_dtype_that_its_ops_see(stored):
 
     def run():
         mesh = mw.Mesh({"dp": 2})
-        model = mw.shard_module(Asking(), mesh, stored_over=stored, precision=mw.Precision(BF16, F32))
+        model = mw.shard_module(Asking(), mesh, fsdp=stored, precision=mw.Precision(BF16, F32))
         out = model(mw.shard_tensor(torch.ones(4, 4), mesh, {"dp": mw.Shard(0)}))
         out.sum().backward()
         return out.dtype, model.weight.dtype, model.weight.grad.dtype

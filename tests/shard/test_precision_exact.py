@@ -61,11 +61,11 @@ CASES = {
     "dp": ({"dp": 4}, {}, {}, 1, True),
     "dp tp": ({"dp": 2, "tp": 2}, TP, {}, 1, True),
     "sequence parallel": ({"dp": 2, "tp": 2}, TP, SP, 1, False),
-    "zero 3": ({"dp": 4}, {}, {"stored_over": "dp"}, 1, True),
-    "zero 3 tp": ({"dp": 2, "tp": 2}, TP, {"stored_over": "dp"}, 1, False),
-    "zero 1": ({"dp": 4}, {}, {"states_over": "dp"}, 1, False),
+    "zero 3": ({"dp": 4}, {}, {"fsdp": "dp"}, 1, True),
+    "zero 3 tp": ({"dp": 2, "tp": 2}, TP, {"fsdp": "dp"}, 1, False),
+    "zero 1": ({"dp": 4}, {}, {"shard_states": "dp"}, 1, False),
     "micro-steps": ({"dp": 4}, {}, {}, 2, False),
-    "micro-steps zero 3 tp": ({"dp": 2, "tp": 2}, TP, {"stored_over": "dp"}, 2, True),
+    "micro-steps zero 3 tp": ({"dp": 2, "tp": 2}, TP, {"fsdp": "dp"}, 2, True),
 }
 QUICK = {("eager", "dp tp", "close"), ("eager", "micro-steps", "equal"), ("captured", "micro-steps zero 3 tp", "close")}
 
@@ -98,9 +98,9 @@ def one_device(tied, micro, compute, steps):
 
 def eager(mesh, placements, options, micro, tied, policy, steps):
     options = dict(options)
-    states = options.pop("states_over", None)
+    states = options.pop("shard_states", None)
     model = mw.shard_module(copy.deepcopy(START[tied]), mesh, placements, precision=policy, **options)
-    optimizer, losses = mw.shard_optimizer(adam(model), states_over=states), []
+    optimizer, losses = mw.shard_optimizer(adam(model), shard_states=states), []
     for i in range(steps):
         for k, batch in enumerate(halves(i, micro)):
             with mw.no_sync(model) if k < micro - 1 else contextlib.nullcontext():
@@ -199,12 +199,12 @@ def by_hand(start, xs, dp, tp):
 
 
 PAIRS = {"up.*": {"tp": mw.Shard(0)}, "down.*": {"tp": mw.Shard(1)}}
-STORED = {"replicated": {}, "zero 3": {"stored_over": "dp"}, "zero 1": {"states_over": "dp"}}
+STORED = {"replicated": {}, "zero 3": {"fsdp": "dp"}, "zero 1": {"shard_states": "dp"}}
 
 
 def reduced(static, sizes, start, xs, options, precision):
     mesh = mw.Mesh(sizes)
-    states, stored = options.get("states_over"), options.get("stored_over")
+    states, stored = options.get("shard_states"), options.get("fsdp")
     placements = {n: p for n, p in PAIRS.items() if "tp" in sizes}
 
     def run():
@@ -216,8 +216,8 @@ def reduced(static, sizes, start, xs, options, precision):
             )  # fmt: skip
             losses = [float(mw.unshard(step(x))) for x in xs]
         else:
-            mw.shard_module(model, mesh, placements, precision=precision, stored_over=stored)
-            optimizer, losses = mw.shard_optimizer(adam(model), states_over=states), []
+            mw.shard_module(model, mesh, placements, precision=precision, fsdp=stored)
+            optimizer, losses = mw.shard_optimizer(adam(model), shard_states=states), []
             for x in xs:
                 loss = loss_sum(model(mw.shard_tensor(x, mesh, ROWS_OF)))
                 loss.backward()

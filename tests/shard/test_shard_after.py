@@ -49,6 +49,6 @@ def trained(change: Callable[[nn.Module], Any], layout: Any, **options: Any) -> 
 def test_changed_before_it_was_sharded(name: str) -> None:
     """The graph of the weight made then held the nodes for gradients of the shape that the parameters had."""
     want = plain(trained(CHANGED[name], None))
-    for layout, options in ((S0, {}), (S1, {}), (R, {"stored_over": "x"})):
+    for layout, options in ((S0, {}), (S1, {}), (R, {"fsdp": "x"})):
         for got in mw.simulate(lambda: plain(trained(CHANGED[name], layout, **options)), MESH):  # noqa: B023
             check_equal(got, want)

@@ -106,7 +106,7 @@ def losses(order: Callable[..., None], mesh: mw.Mesh | None, states: bool = Fals
             p.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))  # type: ignore[misc]
     if mesh is not None:
         x = mw.shard_tensor(x, mesh, {"dp": mw.Shard(0)})
-        optimizer = mw.shard_optimizer(optimizer, states_over="dp" if states else None)
+        optimizer = mw.shard_optimizer(optimizer, shard_states="dp" if states else None)
     found = []
     for _ in range(2):
         if mesh is not None:
@@ -124,7 +124,7 @@ def losses(order: Callable[..., None], mesh: mw.Mesh | None, states: bool = Fals
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("options", [{}, {"stored_over": "dp"}], ids=["replicated", "stored"])
+@pytest.mark.parametrize("options", [{}, {"fsdp": "dp"}], ids=["replicated", "stored"])
 def test_trains_as_one_device(order: Callable[..., None], options: dict[str, Any]) -> None:
     want = losses(order, None)
     for mesh in (DP, mw.Mesh({"dp": 7})) if order is once else (DP,):
@@ -139,7 +139,7 @@ def test_with_other_strategies(options: dict[str, Any]) -> None:
     if "placements" in options:
 
         def shard(m: nn.Sequential, shard: Shard, **options: Any) -> None:
-            once(m, shard, stored_over="dp", **options)
+            once(m, shard, fsdp="dp", **options)
     else:
         shard = once
     for got in mw.simulate(lambda: losses(shard, BOTH, **options), BOTH):
@@ -148,7 +148,7 @@ def test_with_other_strategies(options: dict[str, Any]) -> None:
 
 def test_a_copy_is_sharded_again() -> None:
     want = losses(once, None)
-    for got in mw.simulate(lambda: losses(copied, DP, stored_over="dp"), DP):
+    for got in mw.simulate(lambda: losses(copied, DP, fsdp="dp"), DP):
         check_equal(got[:2], want[:2])
 
 

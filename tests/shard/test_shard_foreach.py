@@ -35,7 +35,7 @@ def test_clip_grad_norm(kind: float, foreach: bool | None, over: str | None) -> 
     want = clip(one.parameters(), 0.5, kind, foreach=foreach)
 
     def fn() -> None:
-        model = with_gradients(mw.shard_module(net(), BOTH, TP, stored_over=over), split())
+        model = with_gradients(mw.shard_module(net(), BOTH, TP, fsdp=over), split())
         with collective.counting() as counts:
             got = clip(model.parameters(), 0.5, kind, error_if_nonfinite=True, foreach=foreach)
         torch.testing.assert_close(mw.unshard(got), want)
@@ -189,7 +189,7 @@ def norms_of(mesh: mw.Mesh | None, kind: float) -> list[torch.Tensor]:
     model = nn.ParameterList([torch.zeros_like(t) for t in given])
     tensors = given
     if mesh is not None:
-        mw.shard_module(model, mesh, stored_over="dp")
+        mw.shard_module(model, mesh, fsdp="dp")
         tensors = [mw.shard_tensor(t, mesh, p.spec.layout) for t, p in zip(given, model, strict=True)]
     found = [torch.linalg.vector_norm(t, kind) for t in tensors] + list(torch._foreach_norm(tensors, kind))
     for foreach in (None, True, False):

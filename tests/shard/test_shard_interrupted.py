@@ -23,10 +23,10 @@ DP, THREE = mw.Mesh({"dp": 2}), mw.Mesh({"dp": 3})
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "plain": ({}, None),
     "bound": ({}, {}),
-    "states": ({}, {"states_over": "dp"}),
-    "stored": ({"stored_over": "dp"}, None),
-    "kept": ({"stored_over": "dp", "regather": False}, {}),
-    "both": ({"stored_over": {"blocks.*": "dp"}}, {"states_over": "dp"}),
+    "states": ({}, {"shard_states": "dp"}),
+    "stored": ({"fsdp": "dp"}, None),
+    "kept": ({"fsdp": "dp", "reshard_after_forward": False}, {}),
+    "both": ({"fsdp": {"blocks.*": "dp"}}, {"shard_states": "dp"}),
 }
 DATA = batches(4)
 
@@ -178,7 +178,7 @@ def test_a_rank_may_write_what_changes_nothing() -> None:
 
 def test_a_step_of_stored_parameters_that_one_rank_left_out_is_said() -> None:
     with pytest.warns(RuntimeWarning, match=r"last backward \(0 on rank 0, 3 on rank 1\): did one rank leave out"):
-        mw.simulate(lambda: alone("optimizer", stored_over="dp"), DP)
+        mw.simulate(lambda: alone("optimizer", fsdp="dp"), DP)
 
 
 def on_processes() -> list[str]:

@@ -107,9 +107,9 @@ def test_an_optimizer_made_before_goes_on_working() -> None:
         ({"placements": {"scale": {"pp": mw.Shard(0)}}}, MeshError, "scale.*'pp'.*dp, tp"),
         ({"placements": {"scale": {"tp": mw.Partial()}}}, LayoutError, "scale.*Partial"),
         ({"inputs": {"block.*": {}}}, ShardError, "matches no module"),
-        ({"stored_over": "pp"}, MeshError, "'pp'"),
-        ({"stored_over": {"nothing.*": "dp"}}, ShardError, "matches no parameter"),
-        ({"placements": TP, "stored_over": "tp"}, ShardError, "cannot be stored over that axis"),
+        ({"fsdp": "pp"}, MeshError, "'pp'"),
+        ({"fsdp": {"nothing.*": "dp"}}, ShardError, "matches no parameter"),
+        ({"placements": TP, "fsdp": "tp"}, ShardError, "cannot be stored over that axis"),
     ],
 )
 def test_mistakes_are_named(options: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -172,7 +172,7 @@ def test_a_meta_model_gets_the_values_of_one_device(over: str | None) -> None:
             model = Everything()
         torch.manual_seed(5)
         placements = {"rest.0.*": {"tp": mw.Shard(0)}, "attention.in_proj_weight": {"tp": mw.Shard(0)}}
-        mw.shard_module(model, BOTH, placements, stored_over=over)
+        mw.shard_module(model, BOTH, placements, fsdp=over)
         assert model.head.weight is model.emb.weight
         assert isinstance(model.emb.weight, nn.Parameter)
         for name, value in model.state_dict().items():
@@ -232,7 +232,7 @@ STORED = pytest.mark.parametrize("over", [None, "dp"])
 
 
 def sharded(over: str | None) -> nn.Module:
-    return mw.shard_module(net(), BOTH, TP, stored_over=over)
+    return mw.shard_module(net(), BOTH, TP, fsdp=over)
 
 
 @STORED
@@ -360,8 +360,8 @@ def test_sparse_gradients_are_refused(kind: type[nn.Module], stored: str | None)
     def fn() -> None:
         table = nn.ModuleDict({"table": kind(6, 4, sparse=True)})
         with pytest.raises(ShardError, match=r"table is an Embedding.* with sparse=True, .* sparse=False"):
-            mw.shard_module(table, BOTH, stored_over=stored)
+            mw.shard_module(table, BOTH, fsdp=stored)
         table.requires_grad_(False)
-        mw.shard_module(table, BOTH, stored_over=stored)  # it will have no gradient
+        mw.shard_module(table, BOTH, fsdp=stored)  # it will have no gradient
 
     mw.simulate(fn, BOTH)

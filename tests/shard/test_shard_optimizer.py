@@ -65,12 +65,12 @@ def test_plain_optimizers_step_as_on_one_device(kind: Any, options: Any) -> None
 
 @pytest.mark.parametrize(("mesh", "placements"), [(DP, {}), (THREE, {}), (BOTH, TP)], ids=["dp", "uneven", "dp-tp"])
 @pytest.mark.parametrize(("kind", "options"), KINDS[:4], ids=IDENTITY[:4])
-def test_states_over_an_axis(kind: Any, options: Any, mesh: mw.Mesh, placements: Any) -> None:
+def test_shard_states_an_axis(kind: Any, options: Any, mesh: mw.Mesh, placements: Any) -> None:
     one = reference(kind, options, clip=0.1)
 
     def fn() -> None:
         model = mw.shard_module(net(), mesh, placements)
-        opt = mw.shard_optimizer(kind(model.parameters(), **options), states_over="dp")
+        opt = mw.shard_optimizer(kind(model.parameters(), **options), shard_states="dp")
         trained(model, opt, [split(x, mesh) for x in batches()], once, 0.1)
         same_values(model, one)
         held = sum(t.to_local().numel() for s in opt.state.values() for t in s.values() if t.dim())
@@ -80,11 +80,11 @@ def test_states_over_an_axis(kind: Any, options: Any, mesh: mw.Mesh, placements:
     mw.simulate(fn, mesh)
 
 
-def test_states_over_sends_each_byte_once() -> None:
+def test_shard_states_sends_each_byte_once() -> None:
     def fn() -> None:
         model = mw.shard_module(net(), DP)
         size = sum(p.numel() for p in model.parameters()) * 8
-        opt = mw.shard_optimizer(O.AdamW(model.parameters()), states_over="dp")
+        opt = mw.shard_optimizer(O.AdamW(model.parameters()), shard_states="dp")
         for _ in range(2):
             opt.zero_grad()
             with mw.no_sync(model):
@@ -126,7 +126,7 @@ def test_accumulation_with_split_states(how: str) -> None:
 
     def fn() -> None:
         model = mw.shard_module(net(), BOTH, TP)
-        opt = mw.shard_optimizer(O.AdamW(model.parameters(), lr=0.01), states_over="dp")
+        opt = mw.shard_optimizer(O.AdamW(model.parameters(), lr=0.01), shard_states="dp")
         trained(model, opt, [split(x, BOTH) for x in batches()], accumulate, 0.1)
         same_values(model, one)
 
@@ -137,8 +137,8 @@ def test_split_states_and_stored_parameters_together() -> None:
     one = reference(O.AdamW, {"lr": 0.01})
 
     def fn() -> None:
-        model = mw.shard_module(net(), DP, stored_over={"blocks.0.*": "dp"})
-        opt = mw.shard_optimizer(O.AdamW(model.parameters(), lr=0.01), states_over="dp")
+        model = mw.shard_module(net(), DP, fsdp={"blocks.0.*": "dp"})
+        opt = mw.shard_optimizer(O.AdamW(model.parameters(), lr=0.01), shard_states="dp")
         trained(model, opt, [split(x, DP) for x in batches()], once)
         same_values(model, one)
 
@@ -165,7 +165,7 @@ def test_state_dicts_cross_layouts(over: str | None) -> None:
 
     def fn() -> None:
         model = mw.shard_module(net(), BOTH, TP)
-        opt = mw.shard_optimizer(O.AdamW(model.parameters(), lr=0.01), states_over=over)
+        opt = mw.shard_optimizer(O.AdamW(model.parameters(), lr=0.01), shard_states=over)
         trained(model, opt, [split(x, BOTH) for x in batches(3)[:2]], once)
         state = copy.deepcopy(opt.state_dict())
         moment = state["state"][1]["exp_avg"]
@@ -179,7 +179,7 @@ def test_state_dicts_cross_layouts(over: str | None) -> None:
             same_values(other, one)
         from_whole = mw.shard_module(net(), BOTH, TP)
         adopted = adopt(from_whole, copy.deepcopy(opt_of_one_device.state_dict()), two.state_dict())
-        adopted = mw.shard_optimizer(adopted, states_over=over)
+        adopted = mw.shard_optimizer(adopted, shard_states=over)
         trained(from_whole, adopted, [split(batches(3)[2], BOTH)], once)
         same_values(from_whole, one)
 
@@ -217,7 +217,7 @@ def test_schedulers(over: str | None, early: bool) -> None:
         model = mw.shard_module(net(), BOTH, TP)
         opt = O.SGD(model.parameters(), 0.1, momentum=0.9)
         scheduler = O.lr_scheduler.StepLR(opt, 1, 0.5) if early else None
-        assert mw.shard_optimizer(opt, states_over=over) is opt
+        assert mw.shard_optimizer(opt, shard_states=over) is opt
         scheduler = scheduler or O.lr_scheduler.StepLR(opt, 1, 0.5)
         for ids in batches():
             trained(model, opt, [split(ids, BOTH)], once)
@@ -243,7 +243,7 @@ def test_closures(over: str | None) -> None:
 
     def fn() -> None:
         model = mw.shard_module(net(), BOTH, TP)
-        opt = mw.shard_optimizer(O.SGD(model.parameters(), 0.1), states_over=over)
+        opt = mw.shard_optimizer(O.SGD(model.parameters(), 0.1), shard_states=over)
         for ids in batches():
             got = opt.step(lambda ids=ids: closure(model, split(ids, BOTH), opt))
         torch.testing.assert_close(mw.unshard(got.detach()), want.detach())
@@ -260,7 +260,7 @@ def test_a_step_that_raises_leaves_the_parameters_distributed(over: str | None) 
 
     def fn() -> None:
         model = mw.shard_module(net(), BOTH, TP)
-        opt = mw.shard_optimizer(Broken(model.parameters(), 0.1), states_over=over, elementwise=True)
+        opt = mw.shard_optimizer(Broken(model.parameters(), 0.1), shard_states=over, elementwise=True)
         once(model, split(IDS, BOTH))
         with pytest.raises(RuntimeError, match="broken"):
             opt.step()
@@ -280,7 +280,7 @@ def test_grad_scaler(over: str | None) -> None:
 
     def fn() -> None:
         model = mw.shard_module(net(), BOTH, TP)
-        opt = mw.shard_optimizer(O.SGD(model.parameters(), 0.1), states_over=over)
+        opt = mw.shard_optimizer(O.SGD(model.parameters(), 0.1), shard_states=over)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for bad in (True, False):
             opt.zero_grad()
@@ -365,8 +365,8 @@ def test_they_run_on_replicated_parameters(make: Any) -> None:
         model = mw.shard_module(net(), DP)
         trained(model, make(model.parameters()), [split(x, DP) for x in batches()], once)
         same_values(model, one)
-        with pytest.raises(ShardError, match="states_over splits"):
-            mw.shard_optimizer(make(model.parameters()), states_over="dp")
+        with pytest.raises(ShardError, match="shard_states splits"):
+            mw.shard_optimizer(make(model.parameters()), shard_states="dp")
 
     mw.simulate(fn, DP)
 
@@ -407,7 +407,7 @@ def test_own_class_declared_elementwise() -> None:
 
     def fn(over: str | None) -> None:
         model = mw.shard_module(net(), BOTH, TP)
-        opt = mw.shard_optimizer(Mine(model.parameters()), elementwise=True, states_over=over)
+        opt = mw.shard_optimizer(Mine(model.parameters()), elementwise=True, shard_states=over)
         trained(model, opt, [split(x, BOTH) for x in batches()], once)
         same_values(model, one)
 
@@ -470,7 +470,7 @@ def test_mistakes() -> None:
             mw.shard_optimizer([])  # type: ignore[arg-type]
         model = mw.shard_module(nn.Linear(2, 2), DP)
         with pytest.raises(MeshError, match="'pp'"):
-            mw.shard_optimizer(O.SGD(model.parameters()), states_over="pp")
+            mw.shard_optimizer(O.SGD(model.parameters()), shard_states="pp")
 
     mw.simulate(fn, DP)
 
@@ -525,7 +525,7 @@ def test_a_parameter_keeps_its_layout_when_its_data_are_set(write: Any, n: int) 
         mw.simulate(lambda mesh=mesh: same_values(run(mesh), want), mesh)
 
 
-@pytest.mark.parametrize("over", [{"states_over": "dp"}, {"stored_over": "dp"}, {}])
+@pytest.mark.parametrize("over", [{"shard_states": "dp"}, {"fsdp": "dp"}, {}])
 def test_a_copy_goes_on_as_the_optimizer_that_it_is_of(over: dict[str, str]) -> None:
     """Copied or pickled with its model, twice too: with what it was told of the mesh, and the states' parts."""
     mesh, x = mw.Mesh({"dp": 2}), torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
@@ -534,8 +534,8 @@ def test_a_copy_goes_on_as_the_optimizer_that_it_is_of(over: dict[str, str]) -> 
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
         opt = torch.optim.AdamW(model.parameters(), lr=0.1)
-        mw.shard_module(model, mesh, stored_over=over.get("stored_over"))
-        mw.shard_optimizer(opt, states_over=over.get("states_over"))
+        mw.shard_module(model, mesh, fsdp=over.get("fsdp"))
+        mw.shard_optimizer(opt, shard_states=over.get("shard_states"))
 
         def steps(model: nn.Module, opt: torch.optim.Optimizer, n: int) -> list[float]:
             losses = []

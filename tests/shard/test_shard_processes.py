@@ -15,14 +15,14 @@ from tests.support.shard_networks import TP, batches, loss_of, net, same_values,
 
 CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "dp": ({"dp": 2}, {}, {}),
-    "stored over dp": ({"dp": 2}, {"stored_over": "dp"}, {}),
-    "stored on the host": ({"dp": 2}, {"stored_over": "dp", "stored_on": "cpu"}, {}),
-    "whole on the host": ({"dp": 2}, {"stored_on": "cpu"}, {"states_over": "dp"}),
-    "states over dp": ({"dp": 2}, {}, {"states_over": "dp"}),
+    "stored over dp": ({"dp": 2}, {"fsdp": "dp"}, {}),
+    "stored on the host": ({"dp": 2}, {"fsdp": "dp", "offload": "cpu"}, {}),
+    "whole on the host": ({"dp": 2}, {"offload": "cpu"}, {"shard_states": "dp"}),
+    "states over dp": ({"dp": 2}, {}, {"shard_states": "dp"}),
     "small buckets": ({"dp": 2}, {"bucket_bytes": 500}, {}),
     "dp x tp": ({"dp": 2, "tp": 2}, {"placements": TP}, {}),
-    "dp x tp, stored": ({"dp": 2, "tp": 2}, {"placements": TP, "stored_over": "dp"}, {}),
-    "dp x tp, states": ({"dp": 2, "tp": 2}, {"placements": TP}, {"states_over": "dp"}),
+    "dp x tp, stored": ({"dp": 2, "tp": 2}, {"placements": TP, "fsdp": "dp"}, {}),
+    "dp x tp, states": ({"dp": 2, "tp": 2}, {"placements": TP}, {"shard_states": "dp"}),
 }
 
 

@@ -20,9 +20,9 @@ DP = mw.Mesh({"dp": 2})
 X = torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
-    "states": ({}, {"states_over": "dp"}),
-    "stored": ({"stored_over": "dp"}, {}),
-    "kept": ({"stored_over": "dp", "regather": False}, {}),
+    "states": ({}, {"shard_states": "dp"}),
+    "stored": ({"fsdp": "dp"}, {}),
+    "kept": ({"fsdp": "dp", "reshard_after_forward": False}, {}),
     "buckets": ({"bucket_bytes": 200}, {}),
 }
 
@@ -297,7 +297,7 @@ def test_a_size_that_the_states_do_not_have_is_refused_on_every_rank() -> None:
         opt.state.clear()
         opt.step()
 
-    for placed, options in (({"*": {"dp": mw.Shard(0)}}, {}), ({}, {"states_over": "dp"})):
+    for placed, options in (({"*": {"dp": mw.Shard(0)}}, {}), ({}, {"shard_states": "dp"})):
         mw.simulate(lambda p=placed, o=options: fn(p, o), DP)  # type: ignore[misc]
 
 
@@ -313,11 +313,11 @@ def test_part_of_a_rank_is_no_other_size() -> None:
 
 def test_saved_versions_are_checked() -> None:
     def fn() -> None:
-        for regather in (True, False):
-            model = mw.shard_module(blocks(), DP, stored_over="dp", regather=regather)
+        for reshard_after_forward in (True, False):
+            model = mw.shard_module(blocks(), DP, fsdp="dp", reshard_after_forward=reshard_after_forward)
             x = mw.shard_tensor(X, DP, {"dp": mw.Shard(0)})
             value = loss(model, x)
-            if regather:
+            if reshard_after_forward:
                 torch.optim.SGD(model.parameters(), 0.1).step()
                 with torch.no_grad():
                     model[1].up.weight.add_(1)
@@ -339,7 +339,7 @@ def test_pieces_of_one_vector_as_parameters(kept: bool) -> None:
         columns, rows = {"tp": mw.Shard(0)}, {"tp": mw.Shard(1)}
         if distributed:
             layouts = {"0.weight": columns, "0.bias": columns, "2.weight": rows}
-            mw.shard_module(model, mesh, layouts, stored_over="dp")
+            mw.shard_module(model, mesh, layouts, fsdp="dp")
         held = []
         for _ in range(3):
             model(mw.shard_tensor(x, mesh, {"dp": mw.Shard(0)}) if distributed else x).square().mean().backward()
@@ -361,7 +361,7 @@ def test_a_write_by_an_alias_that_has_gone() -> None:
         torch.manual_seed(0)
         model = nn.Linear(8, 3).double()
         if distributed:
-            mw.shard_module(model, DP, stored_over="dp")
+            mw.shard_module(model, DP, fsdp="dp")
         given, out = mw.shard_tensor(X, DP, {"dp": mw.Shard(0)}) if distributed else X, []
         alias = model.weight.data
         for write in (False, True, False):
@@ -403,7 +403,7 @@ ITSELF: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize(
-    "options", [{"stored_over": "dp"}, {"precision": mw.Precision(torch.bfloat16, torch.float32)}], ids=["zero", "cast"]
+    "options", [{"fsdp": "dp"}, {"precision": mw.Precision(torch.bfloat16, torch.float32)}], ids=["zero", "cast"]
 )
 def test_an_op_that_returns_its_argument_leaves_it_what_it_was(options: dict[str, Any]) -> None:
     """``p.float()``, ``model.to(device)``: the parameter was neither stored split nor cast any more."""
@@ -427,7 +427,11 @@ def test_an_op_that_returns_its_argument_leaves_it_what_it_was(options: dict[str
 
 @pytest.mark.parametrize(
     ("placed", "options"),
-    [({"*": {"dp": mw.Shard(0)}}, {}), ({}, {"states_over": "dp"}), ({}, {"states_over": "dp", "states_on": "cpu"})],
+    [
+        ({"*": {"dp": mw.Shard(0)}}, {}),
+        ({}, {"shard_states": "dp"}),
+        ({}, {"shard_states": "dp", "offload_states": "cpu"}),
+    ],
 )
 def test_a_size_of_before_the_first_step(placed: dict[str, Any], options: dict[str, Any]) -> None:
     """Of states that no step had made: those that the first one makes are of the size that there is then."""

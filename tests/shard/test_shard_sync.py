@@ -195,7 +195,7 @@ def test_zero_grad_drops_what_was_accumulated() -> None:
     one = reference_grads()
 
     def fn(over: str | None) -> None:
-        model = mw.shard_module(net(), DP, stored_over=over)
+        model = mw.shard_module(net(), DP, fsdp=over)
         with mw.no_sync(model):
             once(model, split(IDS, DP))
         model.zero_grad()
@@ -289,7 +289,7 @@ def test_corners_of_autograd(name: str, placements: Any, over: str | None) -> No
     CORNERS[name](one, IDS)
 
     def fn() -> None:
-        model = mw.shard_module(net(), BOTH, placements, stored_over=over)
+        model = mw.shard_module(net(), BOTH, placements, fsdp=over)
         CORNERS[name](model, split(IDS, BOTH))
         same_values(model, one, grads=True)
         model.zero_grad()

@@ -31,15 +31,17 @@ def once(model: nn.Module, ids: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("regather", [True, False])
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize(("mesh", "placements"), [(DP, {}), (THREE, {}), (BOTH, TP)], ids=["dp", "dp-uneven", "dp-tp"])
-def test_training_equals_one_device(mesh: mw.Mesh, placements: Any, regather: bool, checkpointed: bool) -> None:
+def test_training_equals_one_device(
+    mesh: mw.Mesh, placements: Any, reshard_after_forward: bool, checkpointed: bool
+) -> None:
     data = batches()
     one = net()
     trained(one, torch.optim.AdamW(one.parameters(), lr=0.01), data, once, 0.1)
 
     def fn() -> None:
-        model = mw.shard_module(net(), mesh, placements, stored_over="dp", regather=regather)
+        model = mw.shard_module(net(), mesh, placements, fsdp="dp", reshard_after_forward=reshard_after_forward)
         model.checkpointed = checkpointed
         opt = torch.optim.AdamW(model.parameters(), lr=0.01)
         trained(model, opt, [split(x, mesh) for x in data], once, 0.1)
@@ -50,7 +52,7 @@ def test_training_equals_one_device(mesh: mw.Mesh, placements: Any, regather: bo
 
 def test_parameters_and_gradients_are_stored_split() -> None:
     def fn() -> None:
-        model = mw.shard_module(net(), DP, stored_over="dp")
+        model = mw.shard_module(net(), DP, fsdp="dp")
         once(model, split(IDS, DP))
         for name, p in model.named_parameters():
             assert isinstance(p.placements[0], mw.Shard), name
@@ -64,7 +66,7 @@ def test_gathers_and_scatters_are_counted() -> None:
     """Per unit one all-gather forward and one backward; every gradient byte is scattered once."""
 
     def fn() -> None:
-        model = mw.shard_module(net(), DP, stored_over="dp")
+        model = mw.shard_module(net(), DP, fsdp="dp")
         for _ in range(3):
             loss = loss_of(model, split(IDS, DP))
             with collective.counting() as counts:
@@ -97,7 +99,7 @@ def test_what_no_backward_reads_is_not_gathered_for_it() -> None:
 
     def fn() -> None:
         torch.manual_seed(0)
-        model = mw.shard_module(Tables(), DP, stored_over="dp")
+        model = mw.shard_module(Tables(), DP, fsdp="dp")
         for _ in range(3):
             made = model(split(IDS % 16, DP))
             with collective.counting() as counts:
@@ -126,7 +128,7 @@ def test_what_was_gathered_is_gone_after_the_forward(precision: Any, monkeypatch
     def fn() -> None:
         gathered.refs = []
         net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-        model = mw.shard_module(net, DP, stored_over="dp", precision=precision)
+        model = mw.shard_module(net, DP, fsdp="dp", precision=precision)
         loss = model(mw.shard_tensor(torch.ones(4, 4), DP, {"dp": mw.Shard(0)})).sum()
         assert gathered.refs
         assert all(ref() is None for ref in gathered.refs)
@@ -154,7 +156,7 @@ def test_whole_gradients_are_those_of_two_units(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(units, "Scattering", Watched)
 
     def fn() -> None:
-        model = mw.shard_module(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), DP, stored_over="dp")
+        model = mw.shard_module(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), DP, fsdp="dp")
         model(mw.shard_tensor(torch.ones(4, 4), DP, {"dp": mw.Shard(0)})).sum().backward()
 
     mw.simulate(fn, DP)
@@ -162,9 +164,9 @@ def test_whole_gradients_are_those_of_two_units(monkeypatch: pytest.MonkeyPatch)
     assert most == 2 * 2  # on each of two ranks
 
 
-def test_without_regathering_the_backward_gathers_nothing() -> None:
+def test_without_resharding_the_backward_gathers_nothing() -> None:
     def fn() -> None:
-        model = mw.shard_module(net(), DP, stored_over="dp", regather=False)
+        model = mw.shard_module(net(), DP, fsdp="dp", reshard_after_forward=False)
         loss = loss_of(model, split(IDS, DP))
         with collective.counting() as counts:
             loss.backward()
@@ -179,7 +181,7 @@ def test_accumulation_scatters_once() -> None:
         once(one, IDS)
 
     def fn() -> None:
-        model = mw.shard_module(net(), DP, stored_over="dp")
+        model = mw.shard_module(net(), DP, fsdp="dp")
         size = sum(p.numel() for p in model.parameters()) * 8
         for _ in range(2):
             model.zero_grad()
@@ -201,7 +203,7 @@ def test_accumulation_on_top_of_a_synchronised_gradient() -> None:
         once(one, IDS)
 
     def fn(read: bool) -> None:
-        model = mw.shard_module(net(), BOTH, TP, stored_over="dp")
+        model = mw.shard_module(net(), BOTH, TP, fsdp="dp")
         once(model, split(IDS, BOTH))
         with mw.no_sync(model):
             once(model, split(IDS, BOTH))
@@ -219,7 +221,7 @@ def test_some_parameters_only() -> None:
     once(one, IDS)
 
     def fn() -> None:
-        model = mw.shard_module(net(), BOTH, TP, stored_over={"blocks.0.*": "dp", "blocks.1.norm.*": "tp"})
+        model = mw.shard_module(net(), BOTH, TP, fsdp={"blocks.0.*": "dp", "blocks.1.norm.*": "tp"})
         assert model.blocks[0].norm.weight.placements == (mw.Shard(0), mw.Replicate())
         assert model.blocks[1].norm.weight.placements == (mw.Replicate(), mw.Shard(0))
         assert model.scale.spec.layout.is_replicated()
@@ -238,7 +240,7 @@ def test_parameters_used_outside_their_module() -> None:
     def fn() -> None:
         model = nn.Sequential(Block(), Block()).double()
         model.load_state_dict(one.state_dict())
-        mw.shard_module(model, DP, stored_over="dp")
+        mw.shard_module(model, DP, fsdp="dp")
         dx = mw.shard_tensor(x, DP, {"dp": mw.Shard(0)})
         (model(dx) @ model[0].up.weight.t()).square().sum().backward()
         same_values(model, one, grads=True)
@@ -250,7 +252,7 @@ def test_small_parameters_stay_whole() -> None:
     def fn() -> None:
         model = nn.Module()
         model.one, model.two, model.odd = (nn.Parameter(torch.ones(s)) for s in ((), (2,), (5, 9)))
-        mw.shard_module(model, THREE, stored_over="dp")
+        mw.shard_module(model, THREE, fsdp="dp")
         assert model.one.spec.layout.is_replicated()
         assert model.two.spec.layout.is_replicated()
         assert model.odd.placements == (mw.Shard(1),)
@@ -262,7 +264,7 @@ def test_a_step_between_forward_and_prefetch() -> None:
     """A gather that was started before the parameters changed is not used."""
 
     def fn() -> None:
-        model = mw.shard_module(net(), DP, stored_over="dp")
+        model = mw.shard_module(net(), DP, fsdp="dp")
         for _ in range(2):
             once(model, split(IDS, DP))
         unit = model.__dict__["_gradient_sync"] and next(

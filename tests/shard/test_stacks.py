@@ -248,9 +248,9 @@ def told(key: str, option: str, value: Any, shared: bool = False) -> list[Any]:
 
 
 OPTIONS = {
-    "stored_over": "tp",
-    "stored_on": "cpu",
-    "precision": mw.Precision(compute=torch.bfloat16, wire=torch.bfloat16),
+    "fsdp": "tp",
+    "offload": "cpu",
+    "precision": mw.Precision(compute=torch.bfloat16, grad_comm=torch.bfloat16),
 }
 
 
@@ -268,7 +268,7 @@ def test_options_take_names_of_modules(module: str, glob: str, option: str) -> N
 
 
 def test_a_module_by_its_second_name() -> None:
-    mw.simulate(lambda: told("again", "stored_over", "tp", True) == told("b", "stored_over", "tp", True) or 1 / 0, MESH)
+    mw.simulate(lambda: told("again", "fsdp", "tp", True) == told("b", "fsdp", "tp", True) or 1 / 0, MESH)
     with pytest.raises(ShardError, match=r"b.weight and again.weight are one parameter \(tied\)"):
         mw.simulate(lambda: told("again", "precision", OPTIONS["precision"], True), MESH)
 

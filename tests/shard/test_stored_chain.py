@@ -80,16 +80,16 @@ def captured(mesh: mw.Mesh, passes: tuple[str, ...] = (), **options: Any) -> tup
     ("mesh", "passes", "options"),
     [
         (PAIR, (), {}),
-        (THREE, (DPO,), {"stored_over": "dp"}),
-        (PAIR, (MERGE, DPO), {"stored_over": "dp", "regather": False, "clip_grad_norm": 0.1}),
-        (SQUARE, (MERGE, DPO), {"stored_over": BOTH}),
+        (THREE, (DPO,), {"fsdp": "dp"}),
+        (PAIR, (MERGE, DPO), {"fsdp": "dp", "reshard_after_forward": False, "clip_grad_norm": 0.1}),
+        (SQUARE, (MERGE, DPO), {"fsdp": BOTH}),
     ],
     ids=["whole", "uneven", "merged, clipped", "two axes"],
 )
 def test_captured_steps_on_the_host(mesh: mw.Mesh, passes: tuple[str, ...], options: dict[str, Any]) -> None:
     """The bits, and the collectives, of the step that keeps them on the device."""
     on_device, before = captured(mesh, passes, **options)
-    on_host, after = captured(mesh, passes, stored_on="cpu", **options)
+    on_host, after = captured(mesh, passes, offload="cpu", **options)
     assert all(torch.equal(on_host[n], t) for n, t in on_device.items())
     assert {k: n for k, (n, _) in after.table.items()} == {k: n for k, (n, _) in before.table.items()}
     assert not before.copies
@@ -100,14 +100,14 @@ def test_captured_steps_on_the_host(mesh: mw.Mesh, passes: tuple[str, ...], opti
 def test_over_two_axes() -> None:
     """Eleven rows over two axes, the one after the other; each unit's in one gather and one reduction."""
     want, mesh = one_device(), mw.Mesh({"replica": 3, "dp": 2})
-    for options in ({"stored_over": BOTH}, {"stored_over": ["dp", "replica"], "stored_on": "cpu"}):
+    for options in ({"fsdp": BOTH}, {"fsdp": ["dp", "replica"], "offload": "cpu"}):
         found, counts = eager(mesh, **options)
         same(found, want)
         assert {axes for kind, axes in counts.table if kind in ("all_gather", "reduce_scatter")} == {BOTH}
-    found, counts = eager(mesh, {"states_over": BOTH})
+    found, counts = eager(mesh, {"shard_states": BOTH})
     same(found, want)
     assert {"all_gather", "reduce_scatter"} == {kind for kind, axes in counts.table if kind != "all_reduce"}
-    for options in ({"stored_over": BOTH}, {"states_over": BOTH}):
+    for options in ({"fsdp": BOTH}, {"shard_states": BOTH}):
         same(captured(mesh, (DPO,), **options)[0], want)
 
 
@@ -115,7 +115,7 @@ def test_what_is_too_small_for_both_axes() -> None:
     """It is stored over the last ones, or whole."""
 
     def run() -> None:
-        model = mw.shard_module(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)), GRID, stored_over=BOTH)
+        model = mw.shard_module(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)), GRID, fsdp=BOTH)
         axes = {n: stored(p).axes for n, p in model.named_parameters()}
         assert axes == {"0.weight": (0, 1), "0.bias": (1,), "1.weight": (1,), "1.bias": (1,)}
 
@@ -125,13 +125,13 @@ def test_what_is_too_small_for_both_axes() -> None:
 @pytest.mark.parametrize(("mesh", "over"), [(PAIR, None), (THREE, "dp"), (SQUARE, BOTH)], ids=str)
 def test_states_alone_on_the_host(mesh: mw.Mesh, over: Any) -> None:
     """Gradients and parameters are copied there for the update, parameters back: the bits of states on the device."""
-    states = {} if over is None else {"states_over": over}
+    states = {} if over is None else {"shard_states": over}
     want, before = eager(mesh, states)
-    found, after = eager(mesh, {**states, "states_on": "cpu"})
+    found, after = eager(mesh, {**states, "offload_states": "cpu"})
     assert all(torch.equal(found[n], t) for n, t in want.items())
     assert not before.copies
     assert after.copies["to_host"][0] == 2 * len(want)
-    found, counts = captured(mesh, (DPO,), states_on="cpu", **states)
+    found, counts = captured(mesh, (DPO,), offload_states="cpu", **states)
     assert counts.copies["to_host"] == after.copies["to_host"]
     same(found, one_device())
 
@@ -141,7 +141,7 @@ def test_explain_tells_what_lies_on_the_host() -> None:
         model = net()
         opt = torch.optim.AdamW(model.parameters(), lr=0.01)
         ids = batches(1)[0]
-        step = mw.compile_step(model, loss_of, opt, ids, mesh=PAIR, batch=split(PAIR), stored_over="dp", **options)
+        step = mw.compile_step(model, loss_of, opt, ids, mesh=PAIR, batch=split(PAIR), fsdp="dp", **options)
         with collective.counting() as counts:
             step(ids)
         why = step.explain()
@@ -152,19 +152,19 @@ def test_explain_tells_what_lies_on_the_host() -> None:
 
     peak, host, held, steps, text = mw.simulate(run, PAIR)[0]
     assert host == 0
-    below, host, *_, text = mw.simulate(lambda: run(stored_on="cpu"), PAIR)[0]
+    below, host, *_, text = mw.simulate(lambda: run(offload="cpu"), PAIR)[0]
     assert host == 3 * held + steps  # parameters and two states of AdamW, and how often each was updated
     assert below == peak - host
     assert "lie in memory of the host" in text
-    below, host, *_ = mw.simulate(lambda: run(states_on="cpu"), PAIR)[0]
+    below, host, *_ = mw.simulate(lambda: run(offload_states="cpu"), PAIR)[0]
     assert host == 2 * held + steps
     assert below < peak
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [
-    ({"stored_over": BOTH}, {"stored_over": "dp", "stored_on": "cpu"}),
-    ({"stored_over": BOTH, "stored_on": "cpu"}, {"states_over": BOTH, "states_on": "cpu"}),
-    ({"states_over": BOTH, "states_on": "cpu"}, {"stored_over": BOTH}),
+    ({"fsdp": BOTH}, {"fsdp": "dp", "offload": "cpu"}),
+    ({"fsdp": BOTH, "offload": "cpu"}, {"shard_states": BOTH, "offload_states": "cpu"}),
+    ({"shard_states": BOTH, "offload_states": "cpu"}, {"fsdp": BOTH}),
 ], ids=["to the host", "to states on the host", "from states on the host"])  # fmt: skip
 @pytest.mark.parametrize("static", [False, True], ids=["eager", "captured"])
 def test_checkpoints(tmp_path: Any, saved: Any, loaded: Any, static: bool) -> None:
@@ -201,15 +201,15 @@ def test_checkpoints(tmp_path: Any, saved: Any, loaded: Any, static: bool) -> No
 
 @pytest.mark.parametrize("precision", [
     mw.Precision(compute=torch.float32, reduce=torch.float64),
-    mw.Precision(wire=mw.Float8(), gather=mw.Float8()),
+    mw.Precision(grad_comm=mw.Float8(), gather=mw.Float8()),
     mw.Precision(gather=torch.bfloat16),
 ], ids=["precision", "wires", "gathers"])  # fmt: skip
 def test_with_precision_and_formats(precision: mw.Precision) -> None:
     """The same rounding wherever parameters are stored; eager and captured alike."""
-    kept, _ = eager(SQUARE, precision=precision, stored_over=BOTH)
+    kept, _ = eager(SQUARE, precision=precision, fsdp=BOTH)
     for found, _ in (
-        eager(SQUARE, precision=precision, stored_on="cpu", stored_over=BOTH),
-        captured(SQUARE, (DPO,), precision=precision, stored_on="cpu", stored_over=BOTH),
+        eager(SQUARE, precision=precision, offload="cpu", fsdp=BOTH),
+        captured(SQUARE, (DPO,), precision=precision, offload="cpu", fsdp=BOTH),
     ):
         for n, t in kept.items():
             torch.testing.assert_close(found[n], t, rtol=1e-5, atol=1e-6, msg=lambda text, n=n: f"{n}: {text}")
@@ -239,21 +239,21 @@ def test_a_forward_that_writes() -> None:
 
     want = mw.simulate(run, PAIR)[0]
     for over in (None, "dp"):
-        assert torch.equal(mw.simulate(lambda over=over: run(stored_on="cpu", stored_over=over), PAIR)[0], want)
+        assert torch.equal(mw.simulate(lambda over=over: run(offload="cpu", fsdp=over), PAIR)[0], want)
 
 
 def test_steps_that_do_not_know_of_the_host() -> None:
     def run() -> None:
         model = net()
         opt = torch.optim.AdamW(model.parameters(), lr=0.01)
-        step = mw.compile_step(model, loss_of, opt, batches(1)[0], mesh=PAIR, batch=split(PAIR), stored_on="cpu")
+        step = mw.compile_step(model, loss_of, opt, batches(1)[0], mesh=PAIR, batch=split(PAIR), offload="cpu")
         step(batches(1)[0])
-        again = mw.compile_step(model, loss_of, opt, batches(1)[0], mesh=PAIR, batch=split(PAIR), stored_on="cpu")
+        again = mw.compile_step(model, loss_of, opt, batches(1)[0], mesh=PAIR, batch=split(PAIR), offload="cpu")
         again(batches(1)[0])
-        with pytest.raises(CaptureError, match=r"is stored on the host .* say stored_on= to mw.compile_step"):
+        with pytest.raises(CaptureError, match=r"is stored on the host .* say offload= to mw.compile_step"):
             mw.compile_step(model, loss_of, opt, batches(1)[0], mesh=PAIR, batch=split(PAIR))
-        eager_ = mw.shard_module(net(), PAIR, stored_on="cpu")
-        with pytest.raises(CaptureError, match=r"stored_on= was said to mw.shard_module"):
+        eager_ = mw.shard_module(net(), PAIR, offload="cpu")
+        with pytest.raises(CaptureError, match=r"offload= was said to mw.shard_module"):
             mw.compile_step(eager_, loss_of, opt, batches(1)[0], mesh=PAIR)
 
     mw.simulate(run, PAIR)
@@ -263,7 +263,7 @@ def test_a_schedule_calls_the_verbs_of_units() -> None:
     """Gathered once for two forwards and freed then; hooks find what is there, and gradients are the same."""
 
     def run(ahead: bool) -> Any:
-        model = mw.shard_module(net(), PAIR, stored_over="dp")
+        model = mw.shard_module(net(), PAIR, fsdp="dp")
         ids = [mw.shard_tensor(x, PAIR, split(PAIR)) for x in batches(2)]
         (unit,) = (h.unit for h in model.blocks[0]._forward_pre_hooks.values())
         assert unit.state is State.STORED
@@ -290,7 +290,7 @@ def test_a_schedule_reduces_what_was_held_back() -> None:
     """Whatever no_sync left of two micro-steps, a unit at a time; the gradients of one device."""
 
     def run() -> None:
-        one, model = net(), mw.shard_module(net(), PAIR, stored_over="dp")
+        one, model = net(), mw.shard_module(net(), PAIR, fsdp="dp")
         with mw.no_sync(model):
             for x in batches(2):
                 loss_of(one, x).backward()
@@ -308,7 +308,7 @@ def test_a_schedule_reduces_what_was_held_back() -> None:
 
 def test_what_was_gathered_of_weights_that_changed_is_gathered_again() -> None:
     def run() -> None:
-        model = mw.shard_module(nn.Sequential(nn.Linear(4, 4)), PAIR, stored_over="dp")
+        model = mw.shard_module(nn.Sequential(nn.Linear(4, 4)), PAIR, fsdp="dp")
         (unit,) = (h.unit for h in model[0]._forward_pre_hooks.values())
         unit.gather(keep=True)
         with torch.no_grad():

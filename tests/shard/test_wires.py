@@ -31,11 +31,11 @@ BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "dp": ({"dp": 2}, {}, {}),
     "dp tp": ({"dp": 2, "tp": 2}, {"placements": TP}, {}),
-    "zero 1": ({"dp": 2}, {}, {"states_over": "dp"}),
-    "zero 3": ({"dp": 2}, {"stored_over": "dp"}, {}),
-    "zero 3, uneven": ({"dp": 3}, {"stored_over": "dp"}, {}),
-    "hybrid": ({"dp": 2, "shard": 2}, {"stored_over": "shard"}, {}),
-    "zero 3 tp": ({"dp": 2, "tp": 2}, {"placements": TP, "stored_over": "dp"}, {}),
+    "zero 1": ({"dp": 2}, {}, {"shard_states": "dp"}),
+    "zero 3": ({"dp": 2}, {"fsdp": "dp"}, {}),
+    "zero 3, uneven": ({"dp": 3}, {"fsdp": "dp"}, {}),
+    "hybrid": ({"dp": 2, "shard": 2}, {"fsdp": "shard"}, {}),
+    "zero 3 tp": ({"dp": 2, "tp": 2}, {"placements": TP, "fsdp": "dp"}, {}),
 }
 ROUNDED = ("zero 3, uneven", "zero 3 tp")  # without a wire too contributions are rounded otherwise in captured steps
 IDS = torch.randint(0, 11, (12, 5), generator=torch.Generator().manual_seed(3))
@@ -100,7 +100,7 @@ def equal(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.thin(5)
 def test_the_same_numbers_wherever_they_are_reduced(case: str, wire: Wire) -> None:
-    precision = mw.Precision(wire=wire)
+    precision = mw.Precision(grad_comm=wire)
     full, sent = eager(case, None)[0]
     ranks = eager(case, precision)
     found, counts = ranks[0]
@@ -133,18 +133,18 @@ def wired(counts: dict[Any, Any]) -> dict[Any, Any]:
 def test_bytes_by_hand() -> None:
     """Whole blocks of each gradient; an all-reduce sends twice half of what two ranks hold, a reduce-scatter once."""
     sizes = [p.numel() for p in net().parameters()]
-    (_, counts), *_ = eager("dp", mw.Precision(wire=BF16))
+    (_, counts), *_ = eager("dp", mw.Precision(grad_comm=BF16))
     assert wired(counts) == {("wire_all_reduce", ("dp",)): [1, 2 * sum(sizes)]}
-    (_, counts), *_ = eager("dp", mw.Precision(wire=mw.Float8(8)))
+    (_, counts), *_ = eager("dp", mw.Precision(grad_comm=mw.Float8(8)))
     assert wired(counts) == {("wire_all_reduce", ("dp",)): [1, sum(n + n // 8 for n in sizes)]}
-    (_, counts), *_ = eager("zero 1", mw.Precision(wire=BF16))
+    (_, counts), *_ = eager("zero 1", mw.Precision(grad_comm=BF16))
     assert wired(counts) == {("wire_reduce_scatter", ("dp",)): [1, sum(sizes) + 8]}  # of 11 rows one rank has 6
 
 
 def test_accumulated_in_float32_and_sent_once() -> None:
     for case in ("dp", "zero 3", "dp tp"):
-        want, once = eager(case, mw.Precision(wire=mw.Float8()))[0]
-        found, counts = eager(case, mw.Precision(wire=mw.Float8()), micro=2)[0]
+        want, once = eager(case, mw.Precision(grad_comm=mw.Float8()))[0]
+        found, counts = eager(case, mw.Precision(grad_comm=mw.Float8()), micro=2)[0]
         assert wired(counts) == wired(once)
         for name, g in want.items():
             assert (found[name] - g).norm() < 0.1 * g.norm()
@@ -153,8 +153,8 @@ def test_accumulated_in_float32_and_sent_once() -> None:
 def test_with_dtypes_and_globs() -> None:
     """Contributions computed in bfloat16, summed in float32 behind a wire; another wire, and none, for some."""
     policy = {
-        "*": mw.Precision(compute=BF16, reduce=F32, wire=mw.Float8()),
-        "blocks.0": mw.Precision(wire=BF16),
+        "*": mw.Precision(compute=BF16, reduce=F32, grad_comm=mw.Float8()),
+        "blocks.0": mw.Precision(grad_comm=BF16),
         "blocks.1": mw.Precision(),
     }
     for case in ("dp", "zero 3"):
@@ -167,29 +167,29 @@ def test_with_dtypes_and_globs() -> None:
         assert ran[kind, ("dp",)]
         assert ran[f"wire_{kind}", ("dp",)]
     with pytest.raises(ShardError, match="tied"):
-        eager("dp", {"*": mw.Precision(), "head*": mw.Precision(wire=BF16)})
+        eager("dp", {"*": mw.Precision(), "head*": mw.Precision(grad_comm=BF16)})
 
 
 def test_a_wire_is_said_where_a_parameter_is_sharded_first() -> None:
     def run() -> None:
         mesh = mw.Mesh({"dp": 2})
-        model = mw.shard_module(nn.Linear(4, 4), mesh, precision=mw.Precision(wire=BF16))
-        mw.shard_module(model, mesh, precision=mw.Precision(wire=BF16))
+        model = mw.shard_module(nn.Linear(4, 4), mesh, precision=mw.Precision(grad_comm=BF16))
+        mw.shard_module(model, mesh, precision=mw.Precision(grad_comm=BF16))
         with pytest.raises(ShardError, match="sent as bfloat16"):
-            mw.shard_module(model, mesh, precision=mw.Precision(wire=mw.Float8()))
+            mw.shard_module(model, mesh, precision=mw.Precision(grad_comm=mw.Float8()))
 
     mw.simulate(run, mw.Mesh({"dp": 2}))
 
 
 @pytest.mark.parametrize("wire", [BF16, mw.Float8()], ids=wire_name)
-@pytest.mark.parametrize("options", [{}, {"stored_over": "dp"}], ids=["dp", "zero 3"])
+@pytest.mark.parametrize("options", [{}, {"fsdp": "dp"}], ids=["dp", "zero 3"])
 def test_overflow_is_seen(wire: Wire, options: dict[str, Any]) -> None:
     """A contribution that is not finite, of one rank, on all: by clipping and by the scaler."""
     mesh = mw.Mesh({"dp": 2})
 
     def run() -> None:
         torch.manual_seed(0)
-        model = mw.shard_module(nn.Linear(8, 8), mesh, precision=mw.Precision(wire=wire), **options)
+        model = mw.shard_module(nn.Linear(8, 8), mesh, precision=mw.Precision(grad_comm=wire), **options)
         optimizer = mw.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         before = mw.unshard(model.weight.detach()).clone()
         data = torch.ones(2, 8)
@@ -208,7 +208,7 @@ def test_overflow_is_seen(wire: Wire, options: dict[str, Any]) -> None:
 
 
 def test_a_program_with_wires_is_a_file(tmp_path: Any) -> None:
-    _, _, program = captured("zero 3", mw.Precision(wire=mw.Float8(16)), ("data-parallel-optimization",))[0]
+    _, _, program = captured("zero 3", mw.Precision(grad_comm=mw.Float8(16)), ("data-parallel-optimization",))[0]
     mw.save_program(program, tmp_path / "p.zip")
     again = mw.load_program(tmp_path / "p.zip")
     assert str(again) == str(program)
@@ -222,7 +222,7 @@ def test_a_program_with_wires_is_a_file(tmp_path: Any) -> None:
 def test_ranks_wait_in_one_order() -> None:
     """The wait for an all-reduce on a wire runs its second half: among other collectives it has a place."""
     passes = ("data-parallel-optimization:bucket_bytes=256",)
-    programs = [made[2] for made in captured("dp", mw.Precision(wire=BF16), passes)]
+    programs = [made[2] for made in captured("dp", mw.Precision(grad_comm=BF16), passes)]
     verify_together(programs)
     graph = programs[1].graph
     started = next(n for n in graph.nodes if n.target in STARTS.values())
@@ -237,7 +237,7 @@ def test_no_warning_of_few_bits() -> None:
     mesh = mw.Mesh({"dp": 9})
 
     def run() -> Any:
-        model = mw.shard_module(nn.Linear(3, 3), mesh, precision=mw.Precision(reduce=BF16, wire=BF16))
+        model = mw.shard_module(nn.Linear(3, 3), mesh, precision=mw.Precision(reduce=BF16, grad_comm=BF16))
         with mw.explain() as why:
             model(mw.shard_tensor(torch.ones(9, 3), mesh, SPLIT)).sum().backward()
         return why.warnings
@@ -252,7 +252,7 @@ def test_gradients_of_gradients() -> None:
 
     def run() -> Any:
         torch.manual_seed(0)
-        model = mw.shard_module(nn.Linear(4, 1), mesh, precision=mw.Precision(wire=BF16))
+        model = mw.shard_module(nn.Linear(4, 1), mesh, precision=mw.Precision(grad_comm=BF16))
         made = model(mw.shard_tensor(torch.ones(2, 4), mesh, SPLIT)).square().sum()
         (g,) = torch.autograd.grad(made, [model.weight], create_graph=True)
         g.square().sum().backward()
@@ -281,7 +281,7 @@ def test_a_gradient_that_is_read_between_micro_steps(axes: dict[str, int], wire:
         given = x
         if mesh is not None:
             laid = {"weight": {"tp": mw.Shard(0)}} if "tp" in axes else {}
-            mw.shard_module(model, mesh, laid, precision=mw.Precision(wire=wire))
+            mw.shard_module(model, mesh, laid, precision=mw.Precision(grad_comm=wire))
             given = mw.shard_tensor(x, mesh, SPLIT)
         with mw.no_sync(model) if mesh is not None else contextlib.nullcontext():
             model(given).square().sum().backward()
@@ -305,7 +305,7 @@ def test_copies_keep_the_wire() -> None:
     mesh = mw.Mesh({"dp": 2})
 
     def run() -> Any:
-        model = copy.deepcopy(mw.shard_module(nn.Linear(4, 4), mesh, precision=mw.Precision(wire=BF16)))
+        model = copy.deepcopy(mw.shard_module(nn.Linear(4, 4), mesh, precision=mw.Precision(grad_comm=BF16)))
         with collective.counting() as counts:
             model(mw.shard_tensor(torch.ones(2, 4), mesh, SPLIT)).sum().backward()
         return counts.kinds
@@ -343,7 +343,7 @@ def on_processes(axes: dict[str, int]) -> Any:
     mesh = mw.init_mesh(axes)
     steps = {}
     for case in TRAINED:
-        precision = mw.Precision(wire=mw.Float8(16))
+        precision = mw.Precision(grad_comm=mw.Float8(16))
         steps[case] = eager_step(mesh, case, precision, bucket_bytes=256)
         steps[f"{case}, captured"] = captured_step(mesh, case, precision, ("data-parallel-optimization",))[:2]
     return collectives(mesh), steps
@@ -358,11 +358,13 @@ def test_real_processes_have_the_same_bits() -> None:
             assert torch.equal(found, want)
         for case in TRAINED:
             found, sent = steps[case]
-            want, predicted = eager(case, mw.Precision(wire=mw.Float8(16)), bucket_bytes=256)[rank]
+            want, predicted = eager(case, mw.Precision(grad_comm=mw.Float8(16)), bucket_bytes=256)[rank]
             assert sent == predicted
             equal(found, want)
             found, _ = steps[f"{case}, captured"]
-            equal(found, captured(case, mw.Precision(wire=mw.Float8(16)), ("data-parallel-optimization",))[rank][0])
+            equal(
+                found, captured(case, mw.Precision(grad_comm=mw.Float8(16)), ("data-parallel-optimization",))[rank][0]
+            )
 
 
 class Twins(dist.ProcessGroup):
@@ -385,7 +387,7 @@ def test_a_process_group_in_python() -> None:
     assert torch.equal(found, summed([x[:20], x[:20]], mw.Float8(8)))
 
 
-@pytest.mark.parametrize("options", [{}, {"stored_over": "dp"}], ids=["dp", "zero 3"])
+@pytest.mark.parametrize("options", [{}, {"fsdp": "dp"}], ids=["dp", "zero 3"])
 def test_optimizers_and_checkpoints_know_nothing_of_it(options: dict[str, Any], tmp_path: Any) -> None:
     """Clipping, AdamW, and a run without a wire that goes on from what one with a wire saved."""
     mesh = mw.Mesh({"dp": 2})
@@ -405,7 +407,7 @@ def test_optimizers_and_checkpoints_know_nothing_of_it(options: dict[str, Any], 
 
     def run() -> Any:
         losses = []
-        for precision in (None, mw.Precision(wire=mw.Float8())):
+        for precision in (None, mw.Precision(grad_comm=mw.Float8())):
             model, optimizer = made(precision)
             losses.append([step(model, optimizer) for _ in range(5)])
         mw.Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer, wait=True)
@@ -432,7 +434,7 @@ def test_what_is_only_moved_is_not_rounded(wire: Any) -> None:
         x: Any = torch.randn(4, 8)
         if on is not None:
             layouts = {"0.*": {"tp": mw.Shard(0)}, "2.weight": {"tp": mw.Shard(1)}}
-            net = mw.shard_module(net, on, layouts, precision=mw.Precision(wire=wire))
+            net = mw.shard_module(net, on, layouts, precision=mw.Precision(grad_comm=wire))
             x = mw.shard_tensor(x, on, {})
         found: list[Any] = []
         net[0].weight.register_hook(lambda g: found.append(mw.unshard(g) if on else g))

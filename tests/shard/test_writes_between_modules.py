@@ -54,19 +54,19 @@ WRITES: dict[str, Callable[[nn.Linear], Any]] = {
 }
 KEPT: dict[str, tuple[mw.Mesh, dict[str, Any]]] = {
     "plain": (DP, {}),
-    "split": (DP, {"stored_over": "dp"}),
-    "kept": (DP, {"stored_over": "dp", "regather": False}),
+    "split": (DP, {"fsdp": "dp"}),
+    "kept": (DP, {"fsdp": "dp", "reshard_after_forward": False}),
     "wide": (DP, {"precision": WIDE}),
     "reduced": (DP, {"precision": mw.Precision(reduce=torch.float64)}),
-    "partial": (DP, {"precision": mw.Precision(partial=torch.float64)}),
-    "host": (DP, {"stored_on": "cpu"}),
-    "host, wide": (DP, {"stored_on": "cpu", "precision": WIDE}),
-    "split, wide": (DP, {"stored_over": "dp", "precision": WIDE}),
-    "split, host": (DP, {"stored_over": "dp", "stored_on": "cpu"}),
-    "all": (BOTH, {"stored_over": "dp", "stored_on": "cpu", "precision": WIDE}),
-    "narrow": (BOTH, {"stored_over": "dp", "precision": NARROW}),
-    "gather": (DP, {"stored_over": "dp", "precision": mw.Precision(gather=torch.float16)}),
-    "wire": (DP, {"precision": mw.Precision(wire=torch.bfloat16)}),
+    "partial": (DP, {"precision": mw.Precision(accumulate=torch.float64)}),
+    "host": (DP, {"offload": "cpu"}),
+    "host, wide": (DP, {"offload": "cpu", "precision": WIDE}),
+    "split, wide": (DP, {"fsdp": "dp", "precision": WIDE}),
+    "split, host": (DP, {"fsdp": "dp", "offload": "cpu"}),
+    "all": (BOTH, {"fsdp": "dp", "offload": "cpu", "precision": WIDE}),
+    "narrow": (BOTH, {"fsdp": "dp", "precision": NARROW}),
+    "gather": (DP, {"fsdp": "dp", "precision": mw.Precision(gather=torch.float16)}),
+    "wire": (DP, {"precision": mw.Precision(grad_comm=torch.bfloat16)}),
 }
 
 

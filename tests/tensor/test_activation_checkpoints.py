@@ -151,7 +151,7 @@ INSIDE = ["whole", "a part", "nested", "twice", "a weight", "a view", "a functio
 
 
 @pytest.mark.thin(4)
-@pytest.mark.parametrize("options", [{}, {"regather": False}, {"frozen": True}, {"double": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"frozen": True}, {"double": True}], ids=str)
 @pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 3}, {"dp": 2}], ids=str)
 def test_inside_units_of_stored_parameters(mesh: dict[str, int], options: dict[str, bool]) -> None:
     def train(how: str, mesh: mw.Mesh | None) -> list[Any]:
@@ -162,7 +162,9 @@ def test_inside_units_of_stored_parameters(mesh: dict[str, int], options: dict[s
         x: Any = torch.randn(7, 5, dtype=torch.float64)
         if mesh is not None:
             plan = {"*.a.*": {"tp": mw.Shard(0)}, "*.b.weight": {"tp": mw.Shard(1)}} if "tp" in mesh.axes else {}
-            m = mw.shard_module(m, mesh, plan, stored_over="dp", regather=options.get("regather", True))
+            m = mw.shard_module(
+                m, mesh, plan, fsdp="dp", reshard_after_forward=options.get("reshard_after_forward", True)
+            )
             x = mw.shard_tensor(x, mesh, {"dp": mw.Shard(0)})
         opt = torch.optim.AdamW(m.parameters(), 0.05)
         for _ in range(3):
@@ -210,7 +212,7 @@ def test_saved_inputs_of_blocks_lie_elsewhere(stored: str | None) -> None:
             block.forward = lambda x, block=block: x + block.inner(block.norm(x))
         x: Any = torch.randn(rows, 5, dtype=torch.float64)
         if mesh is not None:
-            m = mw.shard_module(m, mesh, plan, stored_over=stored)
+            m = mw.shard_module(m, mesh, plan, fsdp=stored)
             x = mw.shard_tensor(x, mesh, {"dp": mw.Shard(0)})
         opt, hooks = torch.optim.AdamW(m.parameters(), 0.05), Counted()
         for _ in range(3):
@@ -281,7 +283,7 @@ def test_a_policy_sees_ops_of_the_block_alone(ranks: int, stored: str | None, sa
         blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6)) for _ in range(3))
         h = x
         if on is not None:
-            mw.shard_module(blocks, on, stored_over=stored)
+            mw.shard_module(blocks, on, fsdp=stored)
             h = mw.shard_tensor(x, on, {"dp": mw.Shard(0)})
         contexts = functools.partial(create_selective_checkpoint_contexts, policy)
         for block in blocks:

@@ -16,9 +16,9 @@ from tests.support.shard_networks import OwnScale
 Tensor = torch.Tensor
 CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "replicated": ({"dp": 2}, {}),
-    "stored": ({"dp": 2}, {"stored_over": "dp"}),
+    "stored": ({"dp": 2}, {"fsdp": "dp"}),
     "split": ({"tp": 3}, {}),
-    "split and stored": ({"dp": 2, "tp": 2}, {"stored_over": "dp"}),
+    "split and stored": ({"dp": 2, "tp": 2}, {"fsdp": "dp"}),
     "not synchronised": ({"tp": 4}, {}),
 }
 SPLIT = {"layers.0.*": {"tp": mw.Shard(0)}, "layers.2.weight": {"tp": mw.Shard(1)}}

@@ -91,9 +91,9 @@ def on(mesh: mw.Mesh, batch: Any, step: Callable[[nn.Module, Tensor], Any] = ran
 HOW: dict[str, tuple[mw.Mesh, Any, dict[str, Any]]] = {
     "replicated": (DP, {}, {}),
     "dp": (DP, ROWS, {}),
-    "zero-3": (DP, {}, {"stored_over": "dp"}),
-    "zero-3, dp": (DP, ROWS, {"stored_over": "dp"}),
-    "zero-3, kept": (DP, ROWS, {"stored_over": "dp", "regather": False}),
+    "zero-3": (DP, {}, {"fsdp": "dp"}),
+    "zero-3, dp": (DP, ROWS, {"fsdp": "dp"}),
+    "zero-3, kept": (DP, ROWS, {"fsdp": "dp", "reshard_after_forward": False}),
     "tp": (TP, {}, {"placements": MEGATRON}),
 }
 
@@ -120,7 +120,7 @@ def test_captured(name: str, inner: bool) -> None:
     mesh, batch, how = HOW[name]
 
     layouts = how.get("placements")
-    stored = how.get("stored_over")
+    stored = how.get("fsdp")
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         with region(enabled=inner or torch.is_autocast_enabled("cpu")):
@@ -129,7 +129,7 @@ def test_captured(name: str, inner: bool) -> None:
     def run() -> Any:
         model = net()
         with region(enabled=not inner):
-            step = mw.compile_step(model, loss, None, DATA, mesh=mesh, batch=batch, layouts=layouts, stored_over=stored)
+            step = mw.compile_step(model, loss, None, DATA, mesh=mesh, batch=batch, layouts=layouts, fsdp=stored)
             with Casts() as casts:
                 step(DATA)
         return casts.down, casts.back, [mw.unshard(p.grad) for p in model.parameters()]
@@ -275,7 +275,7 @@ def test_a_cast_lives_as_on_one_device(life: Callable[..., list[Any]], how: str)
 
     def run() -> Any:
         placements = {"weight": {"dp": mw.Shard(0)}} if how == "columns" else {}
-        model = mw.shard_module(Lives(life), DP, placements, stored_over="dp" if how == "zero-3" else None)
+        model = mw.shard_module(Lives(life), DP, placements, fsdp="dp" if how == "zero-3" else None)
         return lived(model, mw.shard_tensor(DATA, DP, {}).requires_grad_())
 
     if how == "zero-3" and life is _written_between:  # the backward gathers again, and casts what it gathers
@@ -345,7 +345,7 @@ def test_models(name: str, stored: str | None) -> None:
     down, back, y, grads = ran(MODELS[name](), DATA)
 
     def run() -> Any:
-        return ran(mw.shard_module(MODELS[name](), DP, stored_over=stored), mw.shard_tensor(DATA, DP, {}))
+        return ran(mw.shard_module(MODELS[name](), DP, fsdp=stored), mw.shard_tensor(DATA, DP, {}))
 
     got = mw.simulate(run, DP)[0]
     assert got[:2] == (down, back)
@@ -394,7 +394,7 @@ def test_what_is_gathered_is_not_kept_by_its_casts() -> None:
     """Neither PyTorch's cache, which lasts to the end of the region, nor autograd has a cast when its unit is left."""
 
     def run() -> Any:
-        model = mw.shard_module(net(), DP, stored_over="dp")
+        model = mw.shard_module(net(), DP, fsdp="dp")
         x = mw.shard_tensor(DATA, DP, {})
         with region(), Halves() as halves:
             y = model(x)
@@ -444,7 +444,7 @@ def test_data_written_between_forward_and_backward(alias: str) -> None:
         return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4))
 
     def run() -> Any:
-        return mw.unshard(grad(mw.shard_module(net(), DP, stored_over="dp"), mw.shard_tensor(DATA, DP, ROWS)))
+        return mw.unshard(grad(mw.shard_module(net(), DP, fsdp="dp"), mw.shard_tensor(DATA, DP, ROWS)))
 
     if alias == "between":
         with pytest.raises(RuntimeError, match=r"1\.weight was given to \.data"):

@@ -91,7 +91,7 @@ def test_parameters_that_are_given_other_memory(stored: str | None) -> None:
         torch.manual_seed(0)
         model, x = nn.Linear(4, 4, dtype=F64), torch.randn(6, 4, dtype=F64)
         if on_mesh:
-            model = mw.shard_module(model, MESH, {}, stored_over=stored)
+            model = mw.shard_module(model, MESH, {}, fsdp=stored)
             x = mw.shard_tensor(x, MESH, {"dp": mw.Shard(0)})
         found, first, second = [], model.weight.detach().clone(), model.weight.detach() * 2
         for given in (first, second, first, second):  # memory that was shared as often as that before it
@@ -159,7 +159,7 @@ def test_a_view_in_a_forward_sees_what_out_writes(kept: str) -> None:
     def run(on_mesh: bool) -> list[Tensor]:
         module, x = Scaled(), torch.ones(6, 4, dtype=F64)
         if on_mesh:
-            module = mw.shard_module(module, MESH, {}, stored_over="dp")
+            module = mw.shard_module(module, MESH, {}, fsdp="dp")
             x = mw.shard_tensor(x, MESH, {"dp": mw.Shard(0)})
         with torch.no_grad():
             found = [module(x), module(x), module.w.detach().clone()]
@@ -201,7 +201,7 @@ def test_one_rank_reads_data_of_stored_parameters(cast: bool) -> None:
         torch.manual_seed(0)
         model, x = nn.Sequential(nn.Linear(4, 4, dtype=F64), nn.Linear(4, 4, dtype=F64)), torch.ones(6, 4, dtype=F64)
         if on_mesh:
-            model = mw.shard_module(model, MESH, {}, stored_over="dp")
+            model = mw.shard_module(model, MESH, {}, fsdp="dp")
             x = mw.shard_tensor(x, MESH, {"dp": mw.Shard(0)})
         losses = []
         for step in range(4):

@@ -14,7 +14,7 @@ import meshwright as mw
 from tests.support.shard_networks import OwnScale
 
 MESHES = [{"dp": 2}, {"dp": 3}, {"dp": 2, "tp": 2}]
-OPTIONS: list[dict[str, Any]] = [{}, {"stored_over": "dp"}, {"stored_over": "dp", "regather": False}]
+OPTIONS: list[dict[str, Any]] = [{}, {"fsdp": "dp"}, {"fsdp": "dp", "reshard_after_forward": False}]
 
 
 Loss = Callable[[int], Any]

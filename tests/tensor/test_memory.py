@@ -171,7 +171,7 @@ def test_storages_are_there_in_code_that_dynamo_leaves_alone():
         x = mw.shard_tensor(values(6), MESH, {})
         assert torch._dynamo.disable(lambda: x.untyped_storage())().nbytes() == x.nbytes
         # A parameter whose ``.data`` is held is looked at by its storage when it is copied to the device.
-        model = mw.shard_module(nn.Linear(2, 6), MESH, stored_on="cpu")
+        model = mw.shard_module(nn.Linear(2, 6), MESH, offload="cpu")
         held = [p.data for p in model.parameters()]
         made = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
         made.sum().backward()
@@ -351,8 +351,8 @@ def _wrapped() -> None:
     for wrap, fix in (
         (nn.parallel.DistributedDataParallel, "accelerate"),
         (nn.DataParallel, "synchronises gradients itself"),
-        (lambda m: FullyShardedDataParallel(m, **cpu), "stored_over"),
-        (fully_shard, "fully_shard.*stored_over"),
+        (lambda m: FullyShardedDataParallel(m, **cpu), "fsdp"),
+        (fully_shard, "fully_shard.*fsdp"),
     ):
         with pytest.raises(ShardError, match=f"this rank's part for the whole.*|{fix}"):
             wrap(copy.deepcopy(model))

@@ -51,14 +51,14 @@ def step(model: nn.Module, forward: Any, backward: Any, plain: bool) -> tuple[fl
     return loss.item(), [mw.unshard(g) if isinstance(g, mw.DistTensor) else g for g in grads]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("stored", [None, "tp"], ids=["", "stored_over"])
+@pytest.mark.parametrize("stored", [None, "tp"], ids=["", "fsdp"])
 @pytest.mark.parametrize("plain", [False, True], ids=["dist-loss", "plain-loss"])
 @pytest.mark.parametrize("where", ["forward", "backward", "both"])
 def test_values_under_a_mode(where: str, plain: bool, stored: str | None) -> None:
     want_loss, want = step(net(), contextlib.nullcontext(), contextlib.nullcontext(), False)
 
     def rank() -> None:
-        model = mw.shard_module(net(), MESH, PLAN if stored is None else {}, stored_over=stored)
+        model = mw.shard_module(net(), MESH, PLAN if stored is None else {}, fsdp=stored)
         watch = Watch()
         forward = watch if where != "backward" else contextlib.nullcontext()
         backward = watch if where != "forward" else contextlib.nullcontext()

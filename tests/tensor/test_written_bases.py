@@ -43,7 +43,7 @@ def selective(c: Any, v: Any) -> Any:
 
 
 def split(c: Any, v: Any) -> Any:
-    with mw.saved_split({"b": mw.Shard(0)}):
+    with mw.shard_checkpoint_inputs({"b": mw.Shard(0)}):
         return again(block, c)
 
 

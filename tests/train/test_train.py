@@ -70,23 +70,23 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
     ("tp=3", {"sequence_parallel": True}),
     ("dp=3", {"accumulate": 2}),
     ("dp=6", {}),  # more ranks than windows: some have none
-    ("dp=4", {"stored_over": "dp"}),
-    ("dp=4", {"states_over": "dp"}),
-    ("dp=2,tp=2", {"stored_over": "dp", "clip": 0.5}),
-    ("dp=2,tp=2", {"states_over": "dp", "accumulate": 2}),
-    ("dp=2,tp=2", {"stored_over": "dp", "accumulate": 2, "sequence_parallel": True}),
+    ("dp=4", {"fsdp": "dp"}),
+    ("dp=4", {"shard_states": "dp"}),
+    ("dp=2,tp=2", {"fsdp": "dp", "clip": 0.5}),
+    ("dp=2,tp=2", {"shard_states": "dp", "accumulate": 2}),
+    ("dp=2,tp=2", {"fsdp": "dp", "accumulate": 2, "sequence_parallel": True}),
     ("dp=2,tp=2", {"accumulate": 4}),
     ("dp=2,tp=2", {"dropout": 0.1}),
     ("dp=2,tp=2", {"dropout": 0.1, "sequence_parallel": True, "accumulate": 2}),
     ("dp=2,tp=2", {"optimizer": "sgd"}),
     ("dp=2,tp=2", {"clip": 0.1}),
     ("dp=2,tp=2", {"tie": True}),
-    ("dp=2,tp=2", {"tie": True, "stored_over": "dp"}),
+    ("dp=2,tp=2", {"tie": True, "fsdp": "dp"}),
     ("dp=2,tp=2", {"tie": True, "sequence_parallel": True}),
     ("cp=4", {}),
     ("cp=2,tp=2", {"sequence_parallel": True}),
-    ("dp=2,cp=2", {"stored_over": "dp", "dropout": 0.1}),
-    ("dp=2,ep=2", {"experts": 5, "experts_per_token": 3, "stored_over": "dp", "clip": 0.5}),
+    ("dp=2,cp=2", {"fsdp": "dp", "dropout": 0.1}),
+    ("dp=2,ep=2", {"experts": 5, "experts_per_token": 3, "fsdp": "dp", "clip": 0.5}),
     ("ep=2,tp=2", {"experts": 4, "shared_experts": 1, "sequence_parallel": True, "expert_width": 7}),
     ("dp=2,cp=2,ep=3", {"experts": 2, "shared_experts": 2, "accumulate": 2}),  # more ranks than experts
     ("dp=2,cp=2,tp=2,ep=2", {"experts": 4, "static": True}),
@@ -104,7 +104,7 @@ def test_every_step_equals_one_device(mesh: str, more: dict[str, Any], text: str
     assert found.loss_last < found.loss_first
 
 
-@pytest.mark.parametrize("more", [{}, {"stored_over": "dp", "static": True}], ids=["eager", "captured"])
+@pytest.mark.parametrize("more", [{}, {"fsdp": "dp", "static": True}], ids=["eager", "captured"])
 def test_a_precision_is_that_of_one_device(more: dict[str, Any], text: str) -> None:
     """Both compute in bfloat16 and keep float32: what differs is how sums are rounded."""
     found = simulated(config_for("dp=2,tp=2", text, dtype="float32", precision="bf16", **more))
@@ -117,7 +117,7 @@ def test_a_precision_is_that_of_one_device(more: dict[str, Any], text: str) -> N
 def test_weights_that_are_gathered_in_float8_are_seen_so_by_one_device(more: dict[str, Any], text: str) -> None:
     """What differs is what float64 rounds; beside weights as they are stored it would be thousandths."""
     for mesh in ("dp=3", "dp=2,tp=2"):
-        found = simulated(config_for(mesh, text, dtype="float64", gather="float8", stored_over="dp", **more))
+        found = simulated(config_for(mesh, text, dtype="float64", gather="float8", fsdp="dp", **more))
         assert found.max_rel_loss_diff is not None
         assert found.max_rel_loss_diff < 1e-9
         assert found.max_rel_grad_diff is not None

@@ -23,15 +23,15 @@ CASES = (
     "--mesh dp=2,tp=2",
     "--mesh dp=2,tp=2 --sequence-parallel",
     "--mesh tp=3",
-    "--mesh dp=4 --stored-over dp",
-    "--mesh dp=4 --states-over dp",
+    "--mesh dp=4 --fsdp dp",
+    "--mesh dp=4 --shard-states dp",
     "--mesh dp=2,tp=2 --accumulate 4",
     "--mesh dp=2,tp=2 --dropout 0.1",
     "--mesh dp=2,tp=2 --clip 0.5",
     "--mesh dp=2,tp=2 --tie",
-    "--mesh dp=4 --stored-over dp --accumulate 4 --dropout 0.1 --clip 0.5",
-    "--mesh dp=4 --states-over dp --accumulate 4 --dropout 0.1 --clip 0.5",
-    "--mesh dp=2,tp=2 --sequence-parallel --stored-over dp --accumulate 4 --dropout 0.1 --clip 0.5",
+    "--mesh dp=4 --fsdp dp --accumulate 4 --dropout 0.1 --clip 0.5",
+    "--mesh dp=4 --shard-states dp --accumulate 4 --dropout 0.1 --clip 0.5",
+    "--mesh dp=2,tp=2 --sequence-parallel --fsdp dp --accumulate 4 --dropout 0.1 --clip 0.5",
 )
 STATIC = (*CASES, "--mesh tp=3 --sequence-parallel --tie")
 RUNS = [

@@ -114,7 +114,7 @@ def test_a_pass_that_does_not_exist() -> None:
     "case",
     [
         "--mesh dp=2 --dtype float64 --clip 0.5",
-        "--mesh dp=2,tp=2 --dtype float64 --sequence-parallel --stored-over dp --dropout 0.1",
+        "--mesh dp=2,tp=2 --dtype float64 --sequence-parallel --fsdp dp --dropout 0.1",
         "--mesh tp=3 --dtype float32 --tie",
     ],
 )

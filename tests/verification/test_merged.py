@@ -56,7 +56,7 @@ def test_right_merges_pass(loss: Any, rows: int, passes: Any) -> None:
 
 
 def test_with_all_that_an_update_does() -> None:
-    report = reported(masked, 5, [*THREE, "data-parallel-optimization"], clip_grad_norm=0.1, states_over="dp")
+    report = reported(masked, 5, [*THREE, "data-parallel-optimization"], clip_grad_norm=0.1, shard_states="dp")
     assert report.passed, report
     assert not report.notes, report
 

@@ -86,7 +86,7 @@ def penalised(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return loss + sum(g.square().sum() for g in grads)
 
 
-@pytest.mark.parametrize("said", [{"stored_over": "dp"}, {"stored_on": "cpu"}, {}])
+@pytest.mark.parametrize("said", [{"fsdp": "dp"}, {"offload": "cpu"}, {}])
 def test_a_gradient_in_the_loss(said: dict[str, Any]) -> None:
     report = mw.verify(Deep(), penalised, torch.randn(4, 4), DP, {}, batch=ROWS, steps=1, save=False, **said)
     assert report.passed, report
@@ -169,7 +169,7 @@ def reports(said: dict[str, Any]) -> Verification:
     return mw.verify(Tied(), loss, batch, DP, {}, batch=ROWS, steps=1, **said)
 
 
-@pytest.mark.parametrize("said", [{}, {"stored_over": "dp"}, {"states_over": "dp", "clip_grad_norm": 0.1}])
+@pytest.mark.parametrize("said", [{}, {"fsdp": "dp"}, {"shard_states": "dp", "clip_grad_norm": 0.1}])
 def test_unused_parameters_tied_weights_and_masks(said: dict[str, Any]) -> None:
     report = reports(said)
     assert report.passed, report

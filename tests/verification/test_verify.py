@@ -62,7 +62,7 @@ def verified(mesh: mw.Mesh = MESH, layouts: Any = LAYOUTS, **said: Any) -> Verif
     ("mesh", "said"),
     [
         (mw.Mesh({"tp": 2}), {"clip_grad_norm": 0.1, "batch": None}),
-        (mw.Mesh({"dp": 3, "tp": 4}), {"modes": ["eager"], "states_over": "dp"}),
+        (mw.Mesh({"dp": 3, "tp": 4}), {"modes": ["eager"], "shard_states": "dp"}),
         (mw.Mesh({"dp": 2, "tp": 1}), {"modes": ["captured"], "passes": PASSES}),
     ],
 )
@@ -143,7 +143,7 @@ def test_gradients_that_a_hook_writes_to_or_no_optimizer_takes(optimizer: Any, m
     [
         ({"layouts": {"up.*": [mw.Replicate(), mw.Shard(0)]}, "batch": [mw.Shard(0), mw.Replicate()]}, []),
         ({"layouts": {"up.*": mw.Layout(MESH, COLUMN)}, "batch": {"0": SPLIT, "1": SPLIT}}, []),
-        ({"layouts": {"up.*": {"tp": mw.Replicate()}}, "batch": None, "states_over": ("dp",)}, ["tp"]),
+        ({"layouts": {"up.*": {"tp": mw.Replicate()}}, "batch": None, "shard_states": ("dp",)}, ["tp"]),
     ],
 )
 def test_axes_are_used_by_name_and_by_place(said: dict[str, Any], unused: list[str]) -> None:
@@ -167,7 +167,7 @@ class Heavy(torch.optim.Optimizer):
             p.sub_(state["mean"] / (state["mean"].norm() if self.mixes else 1), alpha=self.param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize(("said", "mixes"), [({}, False), ({"stored_over": "dp"}, False), ({}, True)])
+@pytest.mark.parametrize(("said", "mixes"), [({}, False), ({"fsdp": "dp"}, False), ({}, True)])
 def test_an_optimizer_of_the_users_own_is_taken_by_its_word(said: dict[str, Any], mixes: bool) -> None:
     said = {"optimizer": lambda params: Heavy(params, mixes), **said}
     with pytest.raises(ShardError, match=r"elementwise=True, to mw.shard_optimizer.*mw.compile_step or to mw.verify"):
@@ -233,7 +233,7 @@ def test_digests_tell_steps_apart_and_ranks_alike() -> None:
     assert {word for rank in ranks for word in rank} == {verified(modes=["captured"], steps=1, save=False).digest}
     others = [
         lambda: compiled(lambda p: torch.optim.AdamW(p, weight_decay=0.1)), lambda: compiled(layouts={}),
-        lambda: compiled(batch=None), lambda: compiled(states_over="dp"), lambda: compiled(passes=PASSES[:1]),
+        lambda: compiled(batch=None), lambda: compiled(shard_states="dp"), lambda: compiled(passes=PASSES[:1]),
         lambda: compiled(loss=twice), lambda: compiled(loss=swapped),
     ]  # fmt: skip
     found = digests(*others)

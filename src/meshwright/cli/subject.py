@@ -48,7 +48,7 @@ def subject_of(config: StepConfig, path: str | None, layouts: str | None, llama:
     mesh = config.make_mesh()
     made = _built_in(config, mesh, llama) if path is None else users(path, mesh)
     said: dict[str, Any] = {
-        "stored_over": config.stored_over, "states_over": config.states_over, "clip_grad_norm": config.clip,
+        "fsdp": config.fsdp, "shard_states": config.shard_states, "clip_grad_norm": config.clip,
         "precision": config.policy, "layouts": layouts,
     }  # fmt: skip
     if path is None:

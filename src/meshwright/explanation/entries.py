@@ -147,7 +147,7 @@ class Warned:
         times = f"{self.count} × " if self.count > 1 else ""
         return (
             f"warning: {where}{times}{self.what}: {self.kind} over {','.join(self.axes)} sums {self.ranks} ranks in "
-            f"{self.dtype}: see mw.Precision, reduce= and partial="
+            f"{self.dtype}: see mw.Precision, reduce= and accumulate="
         )
 
 

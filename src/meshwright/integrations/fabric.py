@@ -26,7 +26,7 @@ class MeshStrategy(SingleDeviceStrategy):
         mesh: axis name to size, or a mesh that is there.
         layouts, batch: as :func:`meshwright.shard_module` and :func:`meshwright.shard_dataloader` take them.
         device: of this process.
-        options: more for :func:`meshwright.shard_module`: ``stored_over=``, ``precision=``...
+        options: more for :func:`meshwright.shard_module`: ``fsdp=``, ``precision=``...
 
     The processes are torchrun's; ``fabric.all_reduce`` and ``all_gather`` return what they are given, since a value is
     that of all ranks already.  ``fabric.save`` writes whole tensors, by the first rank.

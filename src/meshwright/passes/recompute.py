@@ -51,7 +51,7 @@ class Recompute(Pass):
     """Run checkpointed calls again for the backward.  Every captured step has it, where the model has such calls."""
 
     name = "recompute"
-    before = ("split-checkpoints", "regather", "gradient-merge", "data-parallel-optimization")
+    before = ("split-checkpoints", "reshard-after-forward", "gradient-merge", "data-parallel-optimization")
 
     def applies(self, program: Program) -> bool:
         """Whether there are checkpointed calls that nothing was done with."""

@@ -1,4 +1,4 @@
-"""What checkpointed regions read, kept split until the backward and gathered for it: ``mw.saved_split`` in programs."""
+"""Shard what checkpointed regions read until the backward: ``mw.shard_checkpoint_inputs`` in programs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ aten = torch.ops.aten
 @register
 @dataclass(frozen=True)
 class SplitCheckpoints(Pass):
-    """Keep what checkpointed calls read in parts, where ``mw.saved_split`` asks for it; one gather each.
+    """Keep what checkpointed calls read in parts, where ``mw.shard_checkpoint_inputs`` asks for it; one gather each.
 
     Every captured step has it, where the model has such calls.
     """
 
     name = "split-checkpoints"
-    before = ("regather", "gradient-merge", "data-parallel-optimization")
+    before = ("reshard-after-forward", "gradient-merge", "data-parallel-optimization")
 
     def applies(self, program: Program) -> bool:
         """Whether there are calls that ask for it, and run again already."""
@@ -118,7 +118,7 @@ class _Kept(Rewrite):
     ) -> fx.Node:
         """The whole again, with the strides that it had."""
         info, made = info_of(node), kept
-        said = record.make("saved_split", 0, plan, REASON)
+        said = record.make("shard_checkpoint_inputs", 0, plan, REASON)
         self.causes.append(replace(said, line=info.line, phase=RECOMPUTATION, backward_bytes=0.0))
         for step in plan.steps:
             (axis,) = step.axes

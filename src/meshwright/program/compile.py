@@ -131,7 +131,7 @@ _PASSES = ((list, tuple, PassManager), "give a list of passes, or of their names
 @takes(
     ProgramError, model=_MODEL, optimizer=_OPTIMIZER, inputs=_GLOBS, outputs=_GLOBS, passes=_PASSES, stages=_STAGES,
     layouts=((Mapping, str, PathLike, NoneType), _GLOBS[1]), precision=PRECISION_WANTED,
-    stored_over=OVER_WANTED, stored_on=ON_WANTED,
+    fsdp=OVER_WANTED, offload=ON_WANTED,
     clip_grad_norm=((int, float, NoneType), "give the largest norm, a number above 0"),
 )  # fmt: skip
 def compile_step(
@@ -145,11 +145,11 @@ def compile_step(
     batch: Placements | Mapping[str, Placements] | None = None,
     inputs: Globs | None = None,
     outputs: Globs | None = None,
-    stored_over: Over | None = None,
-    stored_on: str | Mapping[str, str] | None = None,
-    regather: bool = True,
-    states_over: Axes | None = None,
-    states_on: str | None = None,
+    fsdp: Over | None = None,
+    offload: str | Mapping[str, str] | None = None,
+    reshard_after_forward: bool = True,
+    shard_states: Axes | None = None,
+    offload_states: str | None = None,
     elementwise: bool = False,
     clip_grad_norm: float | None = None,
     gradients: bool = False,
@@ -180,14 +180,14 @@ def compile_step(
             placements: ``{"input_ids": {"dp": mw.Shard(0)}}`` of a dict, ``"0"`` of a tuple, ``"images.pixels"`` of
             what is nested.
         inputs, outputs: glob over module names to placements of their inputs and outputs.
-        stored_over: store parameters split over this axis, or these, gather them for use (ZeRO-3); or glob of names of
+        fsdp: store parameters split over this axis, or these, gather them for use (ZeRO-3); or glob of names of
             parameters or modules to those.
-        stored_on: ``"cpu"``: store parameters, their gradients and the optimizer's states in the memory of the host,
+        offload: ``"cpu"``: store parameters, their gradients and the optimizer's states in the memory of the host,
             copy parameters to the device for use, and update them on the host; or glob of names to that.
-        regather: with ``stored_over`` or ``stored_on``: gather and copy again for the backward, keeping nothing.
-        states_over: split the optimizer's states over this axis, or these, and with them gradients and the update
+        reshard_after_forward: with ``fsdp`` or ``offload``: gather and copy again for the backward, keeping nothing.
+        shard_states: split the optimizer's states over this axis, or these, and with them gradients and the update
             (ZeRO-1/2).
-        states_on: ``"cpu"``: keep the optimizer's states in the memory of the host, and update there.
+        offload_states: ``"cpu"``: keep the optimizer's states in the memory of the host, and update there.
         elementwise: an optimizer of a class of your own treats elements one by one, as for ``shard_optimizer``.
         clip_grad_norm: clip the global norm of the gradients before the update.
         gradients: set ``parameter.grad`` after each step.
@@ -218,9 +218,9 @@ def compile_step(
         checked_strategies(strategies or {}, mesh.axes)
     manager = _manager(passes)
     plan = Plan(
-        table or {}, batch, dict(inputs or {}), dict(outputs or {}), regather, states_over, clip_grad_norm,
-        gradients, LossScale.of(loss_scale), precision, strategies, states_on, stages, elementwise,
-        stored_over=stored_over, stored_on=stored_on,
+        table or {}, batch, dict(inputs or {}), dict(outputs or {}), reshard_after_forward, shard_states,
+        clip_grad_norm, gradients, LossScale.of(loss_scale), precision, strategies, offload_states, stages, elementwise,
+        fsdp=fsdp, offload=offload,
     )  # fmt: skip
     _check_prepared(model, trained, plan)
     source = _OfDevice(model, trained, mesh, plan, loss_fn, init, names, manager.homes)
@@ -234,13 +234,13 @@ def _check_prepared(model: nn.Module, optimizer: Any, plan: Plan) -> None:
         CaptureError: it was said to ``shard_module`` or ``shard_optimizer`` alone.
     """
     said = [b for o in parts_of(optimizer) if (b := binding_of(o)) is not None]
-    states = {"states_over": plan.states_over, "states_on": plan.states_on}
+    states = {"shard_states": plan.shard_states, "offload_states": plan.offload_states}
     apart = next((k for b in said for k, v in states.items() if v is None and getattr(b, k) is not None), None)
     eager = next((how for p in model.parameters() if (how := stored(p)).unit and not how.dtypes), None)
     if apart is not None:
         word, where = apart, "mw.shard_optimizer"
     elif eager is not None:  # a precision is refused with words of its own
-        word, where = "stored_over" if eager.axes else "stored_on", "mw.shard_module"
+        word, where = "fsdp" if eager.axes else "offload", "mw.shard_module"
     elif plan.stages is None and (name := _at_a_stage(model)):
         raise CaptureError(
             f"{name} is stored at a stage of a step that was captured with stages=: give this one the same stages="
@@ -265,10 +265,10 @@ def _at_a_stage(model: nn.Module) -> str | None:
 def _check_hosted(model: nn.Module, plan: Plan) -> None:
     """Raises CaptureError for a model that is stored on the host, and a step that takes it on the mesh's device."""
     hosted = next((n for n, p in model.named_parameters() if on_host(p)), None)
-    if hosted is not None and plan.stored_on is None:
+    if hosted is not None and plan.offload is None:
         raise CaptureError(
-            f"{hosted} is stored on the host (stored_on=), and this step would take it on the mesh's device: say "
-            "stored_on= to mw.compile_step as well; steps by hand work on models that are stored there"
+            f"{hosted} is stored on the host (offload=), and this step would take it on the mesh's device: say "
+            "offload= to mw.compile_step as well; steps by hand work on models that are stored there"
         )
 
 

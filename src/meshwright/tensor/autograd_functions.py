@@ -129,7 +129,7 @@ _SYNC = (
     'mw.shard_module synchronises gradients itself (mw.shard_dataloader(loader, mesh, {"dp": mw.Shard(0)}) lays the '
     "batches)"
 )
-_STORED = 'mw.shard_module(model, mesh, ..., stored_over="dp") stores parameters split and gathers them for use'
+_STORED = 'mw.shard_module(model, mesh, ..., fsdp="dp") stores parameters split and gathers them for use'
 # What wraps models for their users, by the package that calls, the outer one first: what its user can do.
 _STACKS = {
     "transformers": (

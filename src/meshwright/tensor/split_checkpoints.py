@@ -34,11 +34,11 @@ class _Asked(threading.local):
 
 
 ASKED = _Asked()
-REASON = "a checkpoint kept its input split (saved_split), and runs again for the backward"
+REASON = "a checkpoint kept its input split (shard_checkpoint_inputs), and runs again for the backward"
 
 
 @contextmanager
-def saved_split(placements: Mapping[str, Any]) -> Iterator[None]:
+def shard_checkpoint_inputs(placements: Mapping[str, Any]) -> Iterator[None]:
     """Inside, what ``torch.utils.checkpoint`` keeps of its inputs is kept split, and gathered when it runs again.
 
     Blocks under tensor parallelism get inputs that are replicated over ``tp``: each rank keeps the whole of them until
@@ -60,12 +60,12 @@ def saved_split(placements: Mapping[str, Any]) -> Iterator[None]:
     """
     if not isinstance(placements, Mapping):
         raise LayoutError(
-            f"saved_split({placements!r}): axis names with placements were expected: {{'tp': mw.Shard(1)}}"
+            f"shard_checkpoint_inputs({placements!r}): axis names with placements were expected: {{'tp': mw.Shard(1)}}"
         )
     asked = {axis: as_placement(p) for axis, p in placements.items()}
     for axis, p in asked.items():
         if not isinstance(p, Shard):
-            raise LayoutError(f"saved_split: {axis}={p!r} does not split what is kept: say Shard(dim)")
+            raise LayoutError(f"shard_checkpoint_inputs: {axis}={p!r} does not split what is kept: say Shard(dim)")
     before, ASKED.placements = ASKED.placements, asked  # type: ignore[assignment]
     try:
         yield
@@ -101,7 +101,7 @@ class _Split:
     def joined(self, part: Tensor) -> Tensor:
         """The input again: a leaf with its values."""
         plan = planner.plan(self.part, plain(self.types.spec))
-        with torch.no_grad(), disabled(), record.asked("saved_split", plan, REASON):
+        with torch.no_grad(), disabled(), record.asked("shard_checkpoint_inputs", plan, REASON):
             made = _laid_out(executor.apply(plan.steps, bare(part)), self.strides)
         return wrap(made, self.types.told()).requires_grad_(self.requires_grad)
 
@@ -194,8 +194,8 @@ def part_of(spec: Spec, asked: Mapping[str, Shard]) -> Spec | None:
     for axis in asked:
         if isinstance(spec.layout.placements[mesh.axis_index(axis)], Partial):
             warnings.warn(
-                f"saved_split: an input of a checkpoint is Partial over {axis} ({spec!r}) and is kept as it is: reduce "
-                f'it where the block before ends, with mw.constrain(x, {{"{axis}": mw.Replicate()}})',
+                f"shard_checkpoint_inputs: an input of a checkpoint is Partial over {axis} ({spec!r}) and is kept as "
+                f'it is: reduce it where the block before ends, with mw.constrain(x, {{"{axis}": mw.Replicate()}})',
                 stacklevel=2,
             )
     chosen = {
@@ -218,7 +218,7 @@ def asked_again(fn: Callable[..., Any]) -> Callable[..., Any]:
     placements = ASKED.placements
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with saved_split(placements) if placements else nullcontext():
+        with shard_checkpoint_inputs(placements) if placements else nullcontext():
             return fn(*args, **kwargs)
 
     return run if placements else fn
@@ -228,9 +228,18 @@ def check_reentrant() -> None:
     """Raises ShardError for a reentrant checkpoint where inputs are to be kept split."""
     if ASKED.placements:
         raise ShardError(
-            "mw.saved_split keeps inputs of torch.utils.checkpoint(..., use_reentrant=False): with use_reentrant=True "
-            "autograd keeps them itself. Say use_reentrant=False"
+            "mw.shard_checkpoint_inputs keeps inputs of torch.utils.checkpoint(..., use_reentrant=False): with "
+            "use_reentrant=True autograd keeps them itself. Say use_reentrant=False"
         )
 
 
-__all__ = ["ASKED", "REASON", "KeptInputs", "asked_again", "check_reentrant", "part_of", "plain", "saved_split"]
+__all__ = [
+    "ASKED",
+    "REASON",
+    "KeptInputs",
+    "asked_again",
+    "check_reentrant",
+    "part_of",
+    "plain",
+    "shard_checkpoint_inputs",
+]

@@ -30,7 +30,7 @@ BATCH = 8
 MOMENTUM = 0.9
 MERGE = "gradient-merge"  # the pass that accumulates
 # Those that come with the package.
-PASSES = ("data-parallel-optimization", MERGE, "pipeline", "recompute", "regather", "split-checkpoints")
+PASSES = ("data-parallel-optimization", MERGE, "pipeline", "recompute", "reshard-after-forward", "split-checkpoints")
 CHUNKED = ("looped", "v")  # of which a rank has several stages
 SCHEDULES = ("1f1b", "gpipe", "zero-bubble", *CHUNKED, "uncut")
 STAGES = "pp"  # the axis over which the blocks of the built-in models are spread
@@ -124,14 +124,14 @@ class StepConfig:
         "Compute in this, and keep parameters, optimizer states and sums of gradients in --dtype: bf16.",
         one_of(PRECISIONS), unset="compute in --dtype",
     )  # fmt: skip
-    wire: str | None = option(
-        None, "--wire", SPLITTING,
+    grad_comm: str | None = option(
+        None, "--grad-comm", SPLITTING,
         f"Send gradients in this, and sum them in float32 where they arrive: {' or '.join(WIRES)}.",
         one_of(WIRES), unset="in --dtype",
     )  # fmt: skip
     gather: str | None = option(
         None, "--gather", SPLITTING,
-        f"With --stored-over: send parameters to where they are used in this: {' or '.join(WIRES)}.",
+        f"With --fsdp: send parameters to where they are used in this: {' or '.join(WIRES)}.",
         one_of(WIRES), unset="as they are computed with",
     )  # fmt: skip
     seq: int = option(64, "--seq", TRAINING, "Tokens per sequence: bytes per window of text.", COUNT)
@@ -149,11 +149,11 @@ class StepConfig:
     clip: float | None = option(
         None, "--clip", TRAINING, "Largest norm of all gradients together.", POSITIVE, unset="no clipping"
     )
-    stored_over: str | None = option(
-        None, "--stored-over", SPLITTING, "Store parameters split over this axis (ZeRO-3).", metavar="AXIS"
+    fsdp: str | None = option(
+        None, "--fsdp", SPLITTING, "Store parameters split over this axis (ZeRO-3).", metavar="AXIS"
     )
-    states_over: str | None = option(
-        None, "--states-over", SPLITTING, "Split optimizer states over this axis (ZeRO-1/2).", metavar="AXIS"
+    shard_states: str | None = option(
+        None, "--shard-states", SPLITTING, "Split optimizer states over this axis (ZeRO-1/2).", metavar="AXIS"
     )
     sequence_parallel: bool = option(
         False, "--sequence-parallel", SPLITTING, "Split the residual stream over tp along the sequence."
@@ -206,13 +206,11 @@ class StepConfig:
         for flag, axis in self._over():
             if axis not in mesh.axes:
                 raise MeshError(f"{flag} {axis}: unknown axis; {mesh!r} has the axes {', '.join(mesh.axes)}")
-        if self.stored_over and self.states_over:
+        if self.fsdp and self.shard_states:
+            raise OptionError(f"--fsdp {self.fsdp} splits the optimizer states too: leave --shard-states out")
+        if self.gather and not self.fsdp:
             raise OptionError(
-                f"--stored-over {self.stored_over} splits the optimizer states too: leave --states-over out"
-            )
-        if self.gather and not self.stored_over:
-            raise OptionError(
-                f"--gather {self.gather}: only parameters that are stored split are gathered: add --stored-over dp"
+                f"--gather {self.gather}: only parameters that are stored split are gathered: add --fsdp dp"
             )
         if self.sequence_parallel and "tp" not in mesh.axes:
             raise OptionError(
@@ -286,7 +284,7 @@ class StepConfig:
         return (f"pipeline:micro_batches={self.micro_batches},schedule={self.schedule or SCHEDULES[0]}{more}",)
 
     def _over(self) -> list[tuple[str, str]]:
-        given = (("--stored-over", self.stored_over), ("--states-over", self.states_over))
+        given = (("--fsdp", self.fsdp), ("--shard-states", self.shard_states))
         return [(flag, axis) for flag, axis in given if axis is not None]
 
     def pass_manager(self) -> PassManager:
@@ -313,16 +311,16 @@ class StepConfig:
         from meshwright.layout import Float8
         from meshwright.shard import Precision
 
-        if not (self.precision or self.wire or self.gather):
+        if not (self.precision or self.grad_comm or self.gather):
             return None
         compute, reduce = (None, None) if self.precision is None else (torch.bfloat16, self.torch_dtype)
         formats = {None: None, "float8": Float8(), "bf16": torch.bfloat16}
-        return Precision(compute, reduce, wire=formats[self.wire], gather=formats[self.gather])
+        return Precision(compute, reduce, grad_comm=formats[self.grad_comm], gather=formats[self.gather])
 
     @property
     def tolerances(self) -> tuple[float, float]:
         """The largest relative differences of loss and gradients that rounding explains."""
-        return TOLERANCES["bfloat16" if self.precision or self.wire or self.gather else self.dtype]
+        return TOLERANCES["bfloat16" if self.precision or self.grad_comm or self.gather else self.dtype]
 
     @property
     def learning_rate(self) -> float:
@@ -362,8 +360,8 @@ class TrainConfig(StepConfig):
         unset=", ".join(f"{name} {rate:g}" for name, rate in LEARNING_RATES.items()),
     )  # fmt: skip
     seed: int = option(0, "--seed", TRAINING, "The same seed gives the same run on every mesh.")
-    stored_on: str | None = option(
-        None, "--stored-on", SPLITTING,
+    offload: str | None = option(
+        None, "--offload", SPLITTING,
         "Store parameters, gradients and optimizer states in the memory of the host: cpu.", one_of(HOSTS),
         unset="on --device",
     )  # fmt: skip
@@ -413,8 +411,8 @@ class TrainConfig(StepConfig):
                 raise OptionError(f"{flag} needs the folder of the checkpoints: add --save DIR")
         if self.verify and self.resume:
             raise OptionError("--verify trains on one device from the first step on: leave out --resume or --verify")
-        if self.stored_on and self.static:
-            raise OptionError("--stored-on: a captured step keeps parameters on --device: leave out --static")
+        if self.offload and self.static:
+            raise OptionError("--offload: a captured step keeps parameters on --device: leave out --static")
         if self.passes and not self.static:
             raise OptionError(f"--pass {self.passes[0]}: passes change the captured step: add --static")
         if self.static and self.accumulate > 1 and any(p.partition(":")[0] == MERGE for p in self.passes):

@@ -116,13 +116,13 @@ class Trainer:
             self.model,
             self.mesh,
             plan.layouts,
-            stored_over=config.stored_over,
-            stored_on=config.stored_on,
+            fsdp=config.fsdp,
+            offload=config.offload,
             inputs=plan.inputs,
             outputs=plan.outputs,
             precision=config.policy,
         )
-        self.optimizer = mw.shard_optimizer(config.make_optimizer(self.model), states_over=config.states_over)
+        self.optimizer = mw.shard_optimizer(config.make_optimizer(self.model), shard_states=config.shard_states)
 
     def backward(self, step: int) -> Tensor:
         """Gradients of one step, summed over its micro-steps and clipped; its loss, not reduced yet."""
@@ -183,8 +183,8 @@ class StaticTrainer(Trainer):
             batch=plan.batch,
             inputs=plan.inputs,
             outputs=plan.outputs,
-            stored_over=config.stored_over,
-            states_over=config.states_over,
+            fsdp=config.fsdp,
+            shard_states=config.shard_states,
             clip_grad_norm=config.clip,
             gradients=config.verify,
             passes=config.pass_manager(),

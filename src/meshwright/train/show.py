@@ -85,9 +85,9 @@ class Show:
         if config.accumulate > 1:
             batch += f" × {config.accumulate} micro-steps"
         options = [
-            f"stored over {config.stored_over}" if config.stored_over else "",
-            "stored on the host" if config.stored_on else "",
-            f"states over {config.states_over}" if config.states_over else "",
+            f"stored over {config.fsdp}" if config.fsdp else "",
+            "stored on the host" if config.offload else "",
+            f"states over {config.shard_states}" if config.shard_states else "",
             "sequence parallel" if config.sequence_parallel else "",
             f"computed in {config.precision}" if config.precision else "",
             f"dropout {config.dropout:g}" if config.dropout else "",

@@ -122,7 +122,7 @@ class Verifier:
             ``rel_loss_diff`` and, of a step that updates, ``rel_grad_diff``; empty on the ranks that do not compare.
         """
         if self.reference and self.config.gather:
-            self.reference.gathered = _gathered(model, self.config.stored_over)
+            self.reference.gathered = _gathered(model, self.config.fsdp)
         expected = self.reference.backward(seed) if self.reference else 0.0
         wanted = {n: p.grad for n, p in self.reference.model.named_parameters()} if self.reference else {}
         worst, worst_name = 0.0, ""

@@ -90,8 +90,8 @@ def verify(
         seconds: that it may take, about, and no more memory than is free.  A larger step is verified with fewer layers
             of each kind, fewer examples and smaller dims, as far as it takes; the report says which.
         shrink: True: as small as it gets; False: as it was given.
-        **said: what else ``compile_step`` is told: ``batch``, ``inputs``, ``outputs``, ``stored_over``,
-            ``states_over``, ``elementwise``, ``clip_grad_norm``...
+        **said: what else ``compile_step`` is told: ``batch``, ``inputs``, ``outputs``, ``fsdp``,
+            ``shard_states``, ``elementwise``, ``clip_grad_norm``...
 
     Returns:
         A report; ``report.passed`` says whether all is right.
@@ -202,7 +202,7 @@ def _check(model: nn.Module, optimizer: Optimizers, batch: Any, modes: Sequence[
 
 def _unused(mesh: Mesh, plan: Plan) -> list[str]:
     """Axes that nothing that was said splits anything over."""
-    said = (plan.layouts, plan.batch, plan.inputs, plan.outputs, plan.stored_over, plan.states_over)
+    said = (plan.layouts, plan.batch, plan.inputs, plan.outputs, plan.fsdp, plan.shard_states)
     used = {a for x in said for a in _splitting(x, mesh)} | {*(plan.stages or ())}
     return [f"no layout names the axis {a!r}: its ranks do the same work" for a in mesh.axes if a not in used]
 

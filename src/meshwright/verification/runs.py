@@ -148,7 +148,7 @@ class Task:
         plan = self.plan
         shard_module(
             one.model, self.mesh, self.eager_layouts, inputs=plan.inputs, outputs=plan.outputs,
-            regather=plan.regather, **plan.options(),
+            reshard_after_forward=plan.reshard_after_forward, **plan.options(),
         )  # fmt: skip
         shard_optimizer(one.optimizer, **plan.optimizer_options())
         one.batch = self._laid()

@@ -22,7 +22,7 @@ from ...layout import At, Layout, LayoutTable, Placements, Replicate, Spec, read
 from ...mesh import Mesh
 from ...passes.pass_manager import PassManager
 from ...passes.recompute import Recompute
-from ...passes.regather import Regather
+from ...passes.reshard_after_forward import ReshardAfterForward
 from ...passes.split_checkpoints import SplitCheckpoints
 from ...ranks import runtime
 from ...shard.modules.constraints import Inputs, Outputs, hooked
@@ -63,15 +63,15 @@ class Plan(Storage):
             values of the captured graph, to placements; or a table of them, or its file.
         batch: placements of every batch tensor, or a mapping from their names (``x``, ``batch.x``) to placements.
         inputs, outputs: glob over module names to placements of what goes in or comes out, as for ``shard_module``.
-        regather: with ``stored_over``: gather again for the backward instead of keeping gathered parameters.
-        states_over: the optimizer's states are split over this axis, or axes, and with them gradients and the update
+        reshard_after_forward: with ``fsdp``: gather again for the backward instead of keeping gathered parameters.
+        shard_states: the optimizer's states are split over this axis, or axes, and with them gradients and the update
             (ZeRO-1/2).
         clip_grad_norm: clip the global norm of the gradients to this.
         gradients: return gradients too (``parameter.grad`` is set after each step).
         loss_scale: scale the loss, skip updates that overflow.
         precision: the dtypes in which ops see parameters and gradients are reduced.
         strategies: of ops that have several, which one an axis takes; None: what ``mw.strategies`` says.
-        states_on: the states alone do, and the update is made there.
+        offload_states: the states alone do, and the update is made there.
         stages: a mesh axis to the list of modules, or globs over names of modules, that say which stage has what; or to
             ``"auto"``.
         elementwise: optimizers of classes of the user's own treat elements one by one.
@@ -81,14 +81,14 @@ class Plan(Storage):
     batch: Any = None
     inputs: Globs = field(default_factory=dict)
     outputs: Globs = field(default_factory=dict)
-    regather: bool = True
-    states_over: Axes | None = None
+    reshard_after_forward: bool = True
+    shard_states: Axes | None = None
     clip_grad_norm: float | None = None
     gradients: bool = False
     loss_scale: LossScale | None = None
     precision: Precisions | None = None
     strategies: Mapping[str, Mapping[str, str]] | None = None
-    states_on: str | None = None
+    offload_states: str | None = None
     stages: StagesGiven | None = None
     elementwise: bool = False
 
@@ -101,7 +101,7 @@ class Plan(Storage):
 
     def optimizer_options(self) -> dict[str, Any]:
         """What ``shard_optimizer`` is told, by name."""
-        return {name: getattr(self, name) for name in ("states_over", "states_on", "elementwise")}
+        return {name: getattr(self, name) for name in ("shard_states", "offload_states", "elementwise")}
 
 
 @dataclass(frozen=True)
@@ -212,10 +212,12 @@ def _build(
         _check_scaled(model, optimizer, update)
     made = partition(
         counting, laid, mesh, mesh.ranks[0] if rank is None else rank, update=update,
-        clip_grad_norm=plan.clip_grad_norm, gradients=plan.gradients, states_over=plan.states_over,
-        states_on=plan.states_on, train=train, loss_scale=plan.loss_scale,
+        clip_grad_norm=plan.clip_grad_norm, gradients=plan.gradients, shard_states=plan.shard_states,
+        offload_states=plan.offload_states, train=train, loss_scale=plan.loss_scale,
     )  # fmt: skip
-    always = PassManager([Recompute(), SplitCheckpoints(), *([Regather()] if plan.regather else [])])
+    always = PassManager(
+        [Recompute(), SplitCheckpoints(), *([ReshardAfterForward()] if plan.reshard_after_forward else [])]
+    )
     return Built(captured, completed, laid, always(made), final, kept, update, decided, met, stages)
 
 
@@ -333,7 +335,7 @@ def _constraints(
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(t, DistTensor) and name in by_name:
             # A program may have been made of the model before: then it is stored split, and the ops see what they saw.
-            as_kept = plan.stored_over is None and plan.stages is None
+            as_kept = plan.fsdp is None and plan.stages is None
             layout = t.spec.layout if as_kept else whole_over(t.spec, stored(t).axes)
             constraints[by_name[name]] = carried[by_name[name]] = layout
     names = [*by_name, *(n.name for n in captured.graph.nodes if n.op == "call_function")]
@@ -420,7 +422,7 @@ def _laid(
             raise LayoutError(f"{source.name}: a parameter cannot be Partial; use mw.Shard or mw.Replicate")
         # What carries no gradient fits whatever it meets; parameters get their types from their first use.
         told = casts.dtypes.get(source.name)
-        sums, wire = (None, None) if told is None else (told.partial, told.wire)
+        sums, wire = (None, None) if told is None else (told.accumulate, told.grad_comm)
         specs[source.node] = Spec(
             source.fake.shape, source.fake.dtype, layout, undecided=everywhere, sums=sums, wires=(None, wire)
         )

@@ -29,7 +29,7 @@ class Asked:
     """One request.
 
     Attributes:
-        option: ``"layouts"``, ``"batch"``, ``"stored_over"``, ``"pass"``, ``"mesh"``...
+        option: ``"layouts"``, ``"batch"``, ``"fsdp"``, ``"pass"``, ``"mesh"``...
         asked: what was said, as text: a glob and its placements, a value.
         applied: whether it has an effect on this step.
         why: what it does, or why it does nothing.
@@ -112,37 +112,39 @@ class _Ledger:
 
     def storage(self) -> Iterator[Asked]:
         names = Names(self.model)
-        for option in ("stored_over", "stored_on"):
+        for option in ("fsdp", "offload"):
             given = getattr(self.plan, option)
             for glob, value in (given if isinstance(given, Mapping) else {"": given} if given else {}).items():
                 matched = names.said({glob or "*": value}, option)
                 firsts = dict.fromkeys(names.all[n] for n in matched)
-                kept = [n for n in firsts if (how := self.built.kept.get(n)) and (how.axes or option != "stored_over")]
-                alone = self._single([value] if isinstance(value, str) else value) if option == "stored_over" else ""
+                kept = [n for n in firsts if (how := self.built.kept.get(n)) and (how.axes or option != "fsdp")]
+                alone = self._single([value] if isinstance(value, str) else value) if option == "fsdp" else ""
                 none = "no dim of what it matches can be cut into as many parts, or a later glob says something else"
                 asked = _said(glob, value) if glob else repr(value)
                 yield Asked(option, asked, bool(kept) and not alone, alone or _of(kept, len(firsts)) or none)
-        if not self.plan.regather:
+        if not self.plan.reshard_after_forward:
             kept = [n for n, how in self.built.kept.items() if how.axes or how.device]
-            yield Asked("regather", "False", bool(kept), _of(kept) or "no parameter is gathered or copied for use")
+            yield Asked(
+                "reshard_after_forward", "False", bool(kept), _of(kept) or "no parameter is gathered or copied for use"
+            )
 
     def states(self) -> Iterator[Asked]:
-        over, on = self.plan.states_over, self.plan.states_on
+        over, on = self.plan.shard_states, self.plan.offload_states
         kind = (
             "no optimizer" if self.optimizer is None else ", ".join(type(o).__name__ for o in parts_of(self.optimizer))
         )
         states = [i for i in self.program.inputs if i.kind == "state"]
-        for option, given in (("states_over", over), ("states_on", on)):
+        for option, given in (("shard_states", over), ("offload_states", on)):
             if given is None:
                 continue
             axes = [given] if isinstance(given, str) else list(given)
-            alone = self._single(axes) if option == "states_over" else ""
+            alone = self._single(axes) if option == "shard_states" else ""
             if self.optimizer is None or alone:
                 yield Asked(option, repr(given), False, alone or "there is no optimizer")
             elif self.built.update is None:
                 yield Asked(option, repr(given), True, f"{kind} updates behind the program, and its states follow")
             else:
-                mine = states if option == "states_on" else [i for i in states if self._cut(i, axes)]
+                mine = states if option == "offload_states" else [i for i in states if self._cut(i, axes)]
                 why = f"{len(mine)} of {len(states)} states" if states else f"{kind} keeps no states; gradients follow"
                 yield Asked(option, repr(given), bool(mine or not states), why)
         if self.plan.elementwise:
@@ -183,7 +185,7 @@ class _Ledger:
     def _parts(self, glob: str, policy: Precision, own: Mapping[str, torch.Tensor]) -> Iterator[Asked]:
         over = [n for n in own if (how := self.built.kept.get(n)) is not None and how.axes]
         several = self.program.mesh.size > 1
-        for part in ("compute", "reduce", "partial", "outputs", "wire", "gather"):
+        for part in ("compute", "reduce", "accumulate", "outputs", "grad_comm", "gather"):
             value = getattr(policy, part)
             if value is None:
                 continue
@@ -192,9 +194,7 @@ class _Ledger:
                 other = [n for n, t in own.items() if t.dtype is not value and t.is_floating_point()]
                 yield Asked("precision", asked, bool(other), _of(other) or f"all it matches is {value} already")
             elif part == "gather":
-                yield Asked(
-                    "precision", asked, bool(over), _of(over) or "nothing that it matches is stored_over an axis"
-                )
+                yield Asked("precision", asked, bool(over), _of(over) or "nothing that it matches is fsdp an axis")
             else:
                 yield Asked(
                     "precision",

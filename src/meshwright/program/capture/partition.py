@@ -80,8 +80,8 @@ def partition(
     update: Update | None = None,
     clip_grad_norm: float | None = None,
     gradients: bool = False,
-    states_over: Axes | None = None,
-    states_on: str | None = None,
+    shard_states: Axes | None = None,
+    offload_states: str | None = None,
     loss_scale: LossScale | None = None,
     train: bool = True,
 ) -> Program:
@@ -91,8 +91,8 @@ def partition(
         update: the optimizer's update as part of the program.
         clip_grad_norm: clip the global norm of all gradients to this before the update.
         gradients: return the gradients too.
-        states_over: axes over which the optimizer's states are split, and with them gradients and the update.
-        states_on: the host, where the states lie there, and the update is made there.
+        shard_states: axes over which the optimizer's states are split, and with them gradients and the update.
+        offload_states: the host, where the states lie there, and the update is made there.
         loss_scale: scale the loss, skip updates that overflow; then ``update`` is needed.
         train: False: forward only.
 
@@ -106,9 +106,9 @@ def partition(
         with captured.mode, made.recorder, torch.set_grad_enabled(train):
             made.forward()
             if train:
-                made.backward(states_over)
+                made.backward(shard_states)
                 with torch.no_grad():
-                    made.update(update, clip_grad_norm, gradients, states_on is not None)
+                    made.update(update, clip_grad_norm, gradients, offload_states is not None)
         return made
 
     with collective.as_rank(mesh, rank), _no_values():
@@ -292,7 +292,7 @@ class _Partition:
 
     # -- backward -------------------------------------------------------------------------------------
 
-    def backward(self, states_over: Axes | None) -> None:
+    def backward(self, shard_states: Axes | None) -> None:
         """Record autograd's backward, and bring each gradient to the layout in which its update needs it."""
         assert self.loss is not None
         self.recorder.role = "backward"
@@ -317,7 +317,7 @@ class _Partition:
             for (name, p), grad in zip(wanted.items(), made, strict=False):
                 if grad is not None:
                     resolve_types(p, p.__dict__["_spec"].decided())
-                    if states_over is not None and (chunk := chunk_spec(p.__dict__["_spec"], states_over)):
+                    if shard_states is not None and (chunk := chunk_spec(p.__dict__["_spec"], shard_states)):
                         self.chunks[name] = chunk
                     self.grads[name] = self._reduced(name, p, grad)
 

@@ -398,7 +398,7 @@ class _Cut:
                     what = f"{info_of(node).gather}, seen for the backward" if info_of(node).gather else "a gradient"
                     raise PassError(
                         f"{_where(node)}: {what} at stage {src}, is used by stage {dst}, whose backward runs first: it "
-                        "cannot cross (of a parameter: give regather=False, or use it at one stage)"
+                        "cannot cross (of a parameter: give reshard_after_forward=False, or use it at one stage)"
                     )
                 if value_of(node) is None:
                     raise PassError(f"{_where(node)}: {target_name(node.target)}, several values, crosses a border")

@@ -24,7 +24,7 @@ class Region:
     Attributes:
         number: no other call of the step has it.
         policy: of a selective checkpoint: which ops are saved; None: none is.
-        split: axis to how what it reads is kept for the backward (``mw.saved_split``); empty: as it lies.
+        split: axis to how what it reads is kept for the backward (``mw.shard_checkpoint_inputs``); empty: as it lies.
     """
 
     number: int

@@ -216,7 +216,7 @@ class Bound:
         """Raises ProgramError for a parameter that was moved away from the host."""
         if value.storage in self.hosted and found.device.type != HOST:
             raise ProgramError(
-                f"{given.name} is stored on the host (stored_on=) and lies on {found.device} now: move it back, or "
+                f"{given.name} is stored on the host (offload=) and lies on {found.device} now: move it back, or "
                 "capture the step again"
             )
 

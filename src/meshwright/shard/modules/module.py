@@ -45,8 +45,8 @@ _GLOBS = ((Mapping, NoneType), _FIX)
     placements=((Mapping, str, PathLike, NoneType), _FIX),
     inputs=_GLOBS,
     outputs=_GLOBS,
-    stored_over=OVER_WANTED,
-    stored_on=ON_WANTED,
+    fsdp=OVER_WANTED,
+    offload=ON_WANTED,
     precision=PRECISION_WANTED,
     bucket_bytes=((int, float), "give a number of bytes"),
 )
@@ -57,9 +57,9 @@ def shard_module(
     *,
     inputs: Globs | None = None,
     outputs: Globs | None = None,
-    stored_over: Over | None = None,
-    stored_on: str | Mapping[str, str] | None = None,
-    regather: bool = True,
+    fsdp: Over | None = None,
+    offload: str | Mapping[str, str] | None = None,
+    reshard_after_forward: bool = True,
     precision: Precisions | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     sync: bool = True,
@@ -77,11 +77,11 @@ def shard_module(
             count as replicated.
         inputs, outputs: glob of module names to the placements that the floating-point DistTensors among the
             positional inputs, or the outputs, are brought to.  This is how sequence parallelism is said.
-        stored_over: axis, or axes, over which parameters are stored split and gathered for use (ZeRO-3); or glob of
+        fsdp: axis, or axes, over which parameters are stored split and gathered for use (ZeRO-3); or glob of
             names of parameters or modules to those.
-        stored_on: ``"cpu"``: parameters, their gradients and so the optimizer's states lie in the memory of the host,
+        offload: ``"cpu"``: parameters, their gradients and so the optimizer's states lie in the memory of the host,
             split or not, and are copied to the mesh's device for use; or glob of names of parameters or modules.
-        regather: with ``stored_over`` or ``stored_on``: gather and copy again for the backward, keeping nothing.
+        reshard_after_forward: with ``fsdp`` or ``offload``: gather and copy again for the backward, keeping nothing.
         precision: the dtypes in which ops see parameters and gradients are reduced, see :class:`Precision`; or glob of
             names of parameters or modules to those.  Where several globs match a name the last one counts.
         bucket_bytes: gradients travel together up to this size.
@@ -101,11 +101,9 @@ def shard_module(
     """
     _check_model(model)
     guard_scripts()
-    _check_sync(sync, stored_over, stored_on, precision)
+    _check_sync(sync, fsdp, offload, precision)
     around = {"inputs": inputs or {}, "outputs": outputs or {}}
-    names, kept, origins = _laid(
-        model, mesh, placements or {}, around, Storage(stored_over=stored_over, stored_on=stored_on), precision
-    )
+    names, kept, origins = _laid(model, mesh, placements or {}, around, Storage(fsdp=fsdp, offload=offload), precision)
     params = {n: t for n, t in names.current().items() if isinstance(t, DistTensor) and isinstance(t, nn.Parameter)}
     if origins:
         give_values(model, names, origins, mesh.device, init)
@@ -114,7 +112,13 @@ def shard_module(
     before: GradSync | None = model.__dict__.get("_gradient_sync")  # it was sharded before, and got other parameters
     synced = before if before is not None and before.mesh == mesh else GradSync(mesh)
     if kept:
-        units.install(model, mesh, synced, {id(params[n]): how for n, how in kept.items()}, regather=regather)
+        units.install(
+            model,
+            mesh,
+            synced,
+            {id(params[n]): how for n, how in kept.items()},
+            reshard_after_forward=reshard_after_forward,
+        )
     model.__dict__.update(_gradient_sync=synced, _others_sync=synced.cover(params, bucket_bytes))
     return model
 
@@ -134,7 +138,7 @@ def _laid(
         casts = casts_of(model, names, precision)
         for name, dtypes in casts.dtypes.items():
             if name in plan:
-                plan[name] = plan[name].with_(wires=(None, dtypes.wire))
+                plan[name] = plan[name].with_(wires=(None, dtypes.grad_comm))
         kept = storage.records(names, mesh, plan, casts.dtypes)
         _check_kept(names, storage, casts.dtypes)
         _check_scripted(names, plan)
@@ -169,13 +173,11 @@ def _check_kept(names: Names, storage: Storage, said: Mapping[str, Dtypes]) -> N
     laid = {n: t for n, t in names.tensors.items() if isinstance(t, DistTensor)}
     for name in storage.hosted(names):
         if name in laid and not on_host(laid[name]):
-            raise ShardError(
-                f"stored_on: {name} is sharded already, and not so: say stored_on= where it is sharded first"
-            )
+            raise ShardError(f"offload: {name} is sharded already, and not so: say offload= where it is sharded first")
     for name, dtypes in said.items():
         if name in laid:
             how, spec = stored(laid[name]), laid[name]._spec
-            have = (how.dtypes or Dtypes(spec.dtype, spec.dtype))._replace(wire=spec.grad_wire)
+            have = (how.dtypes or Dtypes(spec.dtype, spec.dtype))._replace(grad_comm=spec.grad_wire)
             if have != (dtypes if how.axes else dtypes._replace(gather=None)):
                 raise ShardError(
                     f"precision: {name} is sharded already, {have}: say precision= where it is sharded first, and the "
@@ -183,13 +185,13 @@ def _check_kept(names: Names, storage: Storage, said: Mapping[str, Dtypes]) -> N
                 )
 
 
-def _check_sync(sync: bool, stored_over: Any, stored_on: Any, precision: Any) -> None:
+def _check_sync(sync: bool, fsdp: Any, offload: Any, precision: Any) -> None:
     """Raises ShardError for options that do nothing without the synchronisation of gradients."""
     fix = "needs the synchronisation of gradients: leave out sync=False"
-    if stored_over and not sync:
-        raise ShardError(f"stored_over= {fix}")
-    if stored_on and not sync:
-        raise ShardError(f"stored_on= {fix}")
+    if fsdp and not sync:
+        raise ShardError(f"fsdp= {fix}")
+    if offload and not sync:
+        raise ShardError(f"offload= {fix}")
     if precision and not sync:
         raise ShardError(f"precision= {fix}; mw.compile_step takes precision= itself")
 
@@ -206,7 +208,7 @@ def _check_model(model: nn.Module) -> None:
         if any(kind.__name__ in wrappers for kind in type(module).__mro__):
             raise ShardError(
                 f"{name or 'the model'} is wrapped as {type(module).__name__}, which would synchronise or split what "
-                "shard_module does: pass the module inside, unwrapped (stored_over= is what FSDP does)"
+                "shard_module does: pass the module inside, unwrapped (fsdp= is what FSDP does)"
             )
         if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
             raise ShardError(

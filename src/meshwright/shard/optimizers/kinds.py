@@ -73,7 +73,9 @@ def check_class(opt: Optimizer, params: list[DistTensor], elementwise: bool, spl
         raise ShardError("SparseAdam expects sparse gradients, which distributed parameters do not have: use Adam")
     if split is None and not splits:
         return
-    where = f"{name_of(split)} lies as {split._spec.layout!r}" if split is not None else "states_over splits its states"
+    where = (
+        f"{name_of(split)} lies as {split._spec.layout!r}" if split is not None else "shard_states splits its states"
+    )
     if known and kind.__name__ in MIXING:
         raise ShardError(
             f"{kind.__name__} {MIXING[kind.__name__]}, which a rank cannot do with its part alone "

@@ -50,8 +50,8 @@ class OptimizerBinding:
         opt: the optimizer.
         elementwise: the caller's word that a step of an unknown class treats elements one by one.
         reshards: bring gradients of other layouts to the parameter's, instead of refusing them.
-        states_over: the axes that states are split over.
-        states_on: the device that they lie on, where that is not the parameters'.
+        shard_states: the axes that states are split over.
+        offload_states: the device that they lie on, where that is not the parameters'.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class OptimizerBinding:
         *,
         elementwise: bool = False,
         reshards: bool = False,
-        states_over: Axes | None = None,
-        states_on: str | None = None,
+        shard_states: Axes | None = None,
+        offload_states: str | None = None,
     ) -> None:
         self.elementwise, self.reshards = elementwise, reshards
-        self.states_over, self.states_on = states_over, states_on
-        self.chunks = Chunks(states_over or (), states_on, ()) if states_over or states_on else None
+        self.shard_states, self.offload_states = shard_states, offload_states
+        self.chunks = Chunks(shard_states or (), offload_states, ()) if shard_states or offload_states else None
         self.shadow: Shadow | None = None
         self.apart = Apart()
         self.known: list[Any] = []  # all parameters; the same list as long as they are the same
@@ -98,7 +98,7 @@ class OptimizerBinding:
         if sizes == self.sizes and same(known, self.known):
             return
         every = [p for p in known if isinstance(p, DistTensor)]
-        check_class(opt, every, self.elementwise, bool(self.states_over))
+        check_class(opt, every, self.elementwise, bool(self.shard_states))
         if self.chunks is not None:
             self.chunks.add(every)
         self.known, self.sizes, self.every = known, sizes, every
@@ -256,7 +256,7 @@ class OptimizerBinding:
             if self.apart.holds(opt, p, entry, spec):  # type: ignore[arg-type]
                 continue
             for k, v in entry.items():
-                if self.states_on is not None and isinstance(v, Tensor) and v.device.type != self.states_on:
+                if self.offload_states is not None and isinstance(v, Tensor) and v.device.type != self.offload_states:
                     v = entry[k] = self.chunks.placed(v)  # type: ignore[union-attr]
                 if not isinstance(v, DistTensor):
                     if not isinstance(v, Tensor) or not v.dim():
@@ -323,9 +323,7 @@ def _with_options(opt: Optimizer, protocol: Any) -> Any:
     binding: OptimizerBinding | None = opt.__dict__.get("_meshwright")
     said = opt.__dict__.get(_SAID)
     if binding is not None and binding.reshards:
-        said = {
-            "states_over": binding.states_over, "states_on": binding.states_on, "elementwise": binding.elementwise
-        }  # fmt: skip
+        said = {name: getattr(binding, name) for name in ("shard_states", "offload_states", "elementwise")}
     if rest and isinstance(rest[0], dict):  # a class may keep all that it has
         rest[0] = {k: v for k, v in rest[0].items() if k not in ("_meshwright", _SAID)}
     return (make, args, *rest) if said is None else (_remade, (said, make, *args), *rest)
@@ -435,9 +433,9 @@ def _step_on_locals() -> None:
             step.__closure__[own].cell_contents = _on_locals(step.__wrapped__)
 
 
-@takes(ShardError, states_over=((str, list, tuple, NoneType), "give an axis of the mesh, or several"))
+@takes(ShardError, shard_states=((str, list, tuple, NoneType), "give an axis of the mesh, or several"))
 def shard_optimizer(
-    opt: Optimizer, *, states_over: Axes | None = None, states_on: str | None = None, elementwise: bool = False
+    opt: Optimizer, *, shard_states: Axes | None = None, offload_states: str | None = None, elementwise: bool = False
 ) -> Optimizer:
     """Prepare an optimizer for distributed parameters; the same object is returned.
 
@@ -448,19 +446,19 @@ def shard_optimizer(
 
     Args:
         opt: an optimizer over the parameters of a sharded model.
-        states_over: axis, or axes, over which states are split (ZeRO-1), and with them the gradients of a model that
+        shard_states: axis, or axes, over which states are split (ZeRO-1), and with them the gradients of a model that
             was sharded with ``shard_module`` (ZeRO-2): each rank updates its chunk of every parameter that is
             replicated on them, then the chunks are gathered.
-        states_on: ``"cpu"``: states lie in memory of the host, and the update is made there: gradients and parameters
-            are copied to it, and updated parameters back.  With ``states_over`` each rank's chunks.
+        offload_states: ``"cpu"``: states lie in memory of the host, and the update is made there: gradients and
+            parameters are copied to it, and updated parameters back.  With ``shard_states`` each rank's chunks.
         elementwise: a class of your own treats elements one by one.
 
     Raises:
         MeshError: no such axis.
         ShardError: an optimizer that mixes elements of parameters that are split.
     """
-    if states_on is not None:
-        check_device(states_on, "states_on")
+    if offload_states is not None:
+        check_device(offload_states, "offload_states")
     if not isinstance(opt, Optimizer):
         raise ShardError(f"shard_optimizer takes a torch.optim.Optimizer, not {type(opt).__name__}")
     if not any(isinstance(p, DistTensor) for g in opt.param_groups for p in g["params"]):
@@ -474,8 +472,8 @@ def shard_optimizer(
         opt,
         elementwise=elementwise or (found is not None and found.elementwise),
         reshards=True,
-        states_over=states_over,
-        states_on=states_on,
+        shard_states=shard_states,
+        offload_states=offload_states,
     )
     opt.__dict__["_meshwright"] = made
     _hold_states(opt)

@@ -133,7 +133,7 @@ class Shadow:
         if "_init_group" in self.opt.__dict__.keys() - found:
             raise ShardError(
                 f"shard_optimizer: {type(self.opt).__name__}._init_group was patched on the instance, which fails "
-                "with states_over and states_on. Override it in a subclass and pass elementwise=True."
+                "with shard_states and offload_states. Override it in a subclass and pass elementwise=True."
             )
         return found
 

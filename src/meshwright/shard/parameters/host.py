@@ -22,7 +22,7 @@ from ...resharding.copies import HOST, pins
 Tensor = torch.Tensor
 
 
-def check_device(device: Any, option: str = "stored_on") -> None:
+def check_device(device: Any, option: str = "offload") -> None:
     """Raises ShardError for a device that nothing is stored on."""
     if device != HOST:
         raise ShardError(
@@ -43,7 +43,7 @@ def check_place(p: Tensor) -> None:
         lies = p.device
     if lies.type != HOST:
         raise ShardError(
-            f"{p.__dict__.get('_param_name', 'a parameter')} is stored on the host (stored_on={HOST!r}), and lies on "
+            f"{p.__dict__.get('_param_name', 'a parameter')} is stored on the host (offload={HOST!r}), and lies on "
             f"{lies} since model.to() or p.data= moved it: move buffers before shard_module, and leave parameters "
             "where they are stored"
         )

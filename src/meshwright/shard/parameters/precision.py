@@ -34,12 +34,12 @@ class Precision:
         compute: in which ops see parameters, and in which they are gathered; None: as they are stored.
         reduce: in which gradients of parameters are reduced, on every axis, and summed over micro-steps; None: as
             parameters are stored.
-        wire: in what gradients of parameters travel to be reduced, on every axis: ``torch.bfloat16``, ``torch.float16``
-            or a :class:`Float8`; they are summed in float32 where they arrive.  None: a reduction of the backend's, in
-            ``reduce``.
+        grad_comm: in what gradients of parameters travel to be reduced, on every axis: ``torch.bfloat16``,
+            ``torch.float16`` or a :class:`Float8`; they are summed in float32 where they arrive.  None: a
+            reduction of the backend's, in ``reduce``.
         gather: in what parameters that are stored split travel to where they are used, ``torch.bfloat16``,
             ``torch.float16`` or a :class:`Float8`; ops see what arrives.  None: in ``compute``.
-        partial: in which activations that are Partial, and gradients of activations, are summed at least; None: in
+        accumulate: in which activations that are Partial, and gradients of activations, are summed at least; None: in
             their own.  What is made of a value inherits this, as what is made of a parameter does; the widest counts.
         inputs: cast floating-point inputs of the model (of the outermost modules that a glob names), and of each
             module with parameters of its own, to its ``compute``.
@@ -51,19 +51,19 @@ class Precision:
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
-    partial: torch.dtype | None = None
+    accumulate: torch.dtype | None = None
     inputs: bool = True
     outputs: torch.dtype | None = None
-    wire: Wire | None = None
+    grad_comm: Wire | None = None
     gather: Wire | None = None
 
     def __post_init__(self) -> None:
-        for name in ("compute", "reduce", "partial", "outputs"):
+        for name in ("compute", "reduce", "accumulate", "outputs"):
             value = getattr(self, name)
             if value is not None and value not in _KNOWN:
                 kinds = ", ".join(map(str, _KNOWN))
                 raise ShardError(f"mw.Precision: {name}={value!r}: one of {kinds} was expected, or None")
-        for name in ("wire", "gather"):
+        for name in ("grad_comm", "gather"):
             value = getattr(self, name)
             if value is not None and value not in CASTS and not isinstance(value, Float8):
                 raise ShardError(
@@ -86,14 +86,14 @@ class Dtypes(NamedTuple):
 
     compute: torch.dtype
     reduce: torch.dtype
-    partial: torch.dtype | None = None
-    wire: Wire | None = None
+    accumulate: torch.dtype | None = None
+    grad_comm: Wire | None = None
     gather: Wire | None = None
 
     def __str__(self) -> str:
-        sent = "" if self.wire is None else f", sent as {wire_name(self.wire)}"
+        sent = "" if self.grad_comm is None else f", sent as {wire_name(self.grad_comm)}"
         sent += "" if self.gather is None else f", gathered as {wire_name(self.gather)}"
-        return f"computed in {self.compute}, reduced in {self.reduce}, Partial in {self.partial or 'its own'}{sent}"
+        return f"computed in {self.compute}, reduced in {self.reduce}, Partial in {self.accumulate or 'its own'}{sent}"
 
 
 def put(own: Tensor, seen: Tensor, wire: Wire | None = None) -> None:
@@ -189,7 +189,7 @@ def _dtypes(names: Names, params: Mapping[str, str], chosen: Mapping[str, Precis
         t, policy = names.tensors[first], chosen.get(name, Precision())
         if t.is_floating_point():
             compute, reduce = policy.compute or t.dtype, policy.reduce or t.dtype
-            said = Dtypes(compute, reduce, policy.partial, policy.wire, policy.gather)
+            said = Dtypes(compute, reduce, policy.accumulate, policy.grad_comm, policy.gather)
             if found.setdefault(first, said) != said:
                 raise ShardError(
                     f"precision: {first} and {name} are one parameter (tied), and would be {found[first]}, and {said}: "

@@ -65,7 +65,7 @@ def on_host(p: Tensor) -> bool:
 def seen_spec(p: Tensor, learning: bool = True) -> Spec:
     """Spec of a parameter as ops see it; its gradient is Partial on the axes that it is stored over."""
     how, spec = stored(p), p._spec  # type: ignore[attr-defined]
-    layout, dtype, sums = whole_over(spec, how.axes), compute_dtype(p), how.dtypes and how.dtypes.partial
+    layout, dtype, sums = whole_over(spec, how.axes), compute_dtype(p), how.dtypes and how.dtypes.accumulate
     if not learning:
         return Spec(spec.shape, dtype, layout, undecided=spec.mesh.everywhere, sums=sums)
     split = sum(1 << a for a in how.axes)
@@ -123,12 +123,12 @@ class Storage:
     """What was said of how parameters are kept: options of ``shard_module`` and of ``compile_step``, by their names.
 
     Attributes:
-        stored_over: axis, or axes, that they are stored split over, or glob of names to those.
-        stored_on: device that they are stored on, or glob of names to device.
+        fsdp: axis, or axes, that they are stored split over, or glob of names to those.
+        offload: device that they are stored on, or glob of names to device.
     """
 
-    stored_over: Over | None = None
-    stored_on: str | Mapping[str, str] | None = None
+    fsdp: Over | None = None
+    offload: str | Mapping[str, str] | None = None
 
     def options(self) -> dict[str, Any]:
         """What was said, by name."""
@@ -149,7 +149,10 @@ class Storage:
         axes, hosted, units = self._axes(names, mesh, plan), self.hosted(names), names.units()
         found = {}
         for n, spec in plan.items():
-            said, plain = dtypes.get(n), Dtypes(spec.dtype, spec.dtype, wire=spec.grad_wire)  # its spec has the wire
+            said, plain = (
+                dtypes.get(n),
+                Dtypes(spec.dtype, spec.dtype, grad_comm=spec.grad_wire),
+            )  # its spec has the wire
             if said is not None and n not in axes:
                 said = said._replace(gather=None)
             record = Stored(axes.get(n, ()), HOST if n in hosted else None, None if said == plain else said)
@@ -159,7 +162,7 @@ class Storage:
 
     def _axes(self, names: Names, mesh: Mesh, plan: dict[str, Spec]) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {}
-        said = {names.all[n]: axes_of(mesh, a) for n, a in names.said(_globs(self.stored_over), "stored_over").items()}
+        said = {names.all[n]: axes_of(mesh, a) for n, a in names.said(_globs(self.fsdp), "fsdp").items()}
         for name, axes in said.items():
             spec = plan.get(name)
             if spec is None:
@@ -168,7 +171,7 @@ class Storage:
                 if not isinstance(spec.layout.placements[axis], Replicate):
                     raise ShardError(
                         f"{name} is split over {mesh.axes[axis]!r} as the ops see it ({spec.layout!r}), so it cannot "
-                        "be stored over that axis too: give another axis, or leave it out of stored_over"
+                        "be stored over that axis too: give another axis, or leave it out of fsdp"
                     )
             own, layout = cut(spec, axes)
             if own:
@@ -181,10 +184,10 @@ class Storage:
 
         Raises ShardError for another device, and for globs that match nothing.
         """
-        globs = _globs(self.stored_on)
+        globs = _globs(self.offload)
         for device in globs.values():
             check_device(device)
-        return {names.all[n]: None for n in names.said(globs, "stored_on")}
+        return {names.all[n]: None for n in names.said(globs, "offload")}
 
 
 def _globs(said: Any) -> Mapping[str, Any]:

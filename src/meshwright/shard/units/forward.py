@@ -90,7 +90,7 @@ class Seen:
         self.casts: dict[int, Once] = {}  # by autocast, of those that have a history
         self.lent: dict[Unit, Seen] = {}  # of other units, whose parameters are used outside of their forward
         if saves and unit.params and torch.is_grad_enabled() and may_save_references():
-            self.saver = Saver(unit, self.keep, again=unit.spans and unit.zero.regather)
+            self.saver = Saver(unit, self.keep, again=unit.spans and unit.zero.reshard_after_forward)
             self.saver.push()
 
     def find(self, p: Tensor) -> Tensor | None:

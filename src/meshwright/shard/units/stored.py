@@ -53,14 +53,16 @@ class _Begin:
         self.zero.begin_forward()
 
 
-def install(model: nn.Module, mesh: Mesh, sync: GradSync, kept: Mapping[int, Stored], *, regather: bool = True) -> Zero:
+def install(
+    model: nn.Module, mesh: Mesh, sync: GradSync, kept: Mapping[int, Stored], *, reshard_after_forward: bool = True
+) -> Zero:
     """Have the stored parameters of a model copied, cast and gathered for its forwards.
 
     Args:
         kept: id of a parameter to its record.
-        regather: gather again for the backward, instead of keeping what was gathered.
+        reshard_after_forward: gather again for the backward, instead of keeping what was gathered.
     """
-    zero, elsewhere = Zero(mesh, sync, regather), any(s.dtypes or s.device for s in kept.values())
+    zero, elsewhere = Zero(mesh, sync, reshard_after_forward), any(s.dtypes or s.device for s in kept.values())
     for module, members in units_of(model):
         places = [(m, k, p) for m in members for k, p in m._parameters.items() if id(p) in kept]
         if places or (module is model and elsewhere):

@@ -71,11 +71,11 @@ class Zero:
 
     Args:
         sync: says whether gradients are to be synchronised.
-        regather: gather again for the backward.
+        reshard_after_forward: gather again for the backward.
     """
 
-    def __init__(self, mesh: Mesh, sync: GradSync, regather: bool) -> None:
-        self.mesh, self.sync, self.regather = mesh, sync, regather
+    def __init__(self, mesh: Mesh, sync: GradSync, reshard_after_forward: bool) -> None:
+        self.mesh, self.sync, self.reshard_after_forward = mesh, sync, reshard_after_forward
         self.units: list[Unit] = []
         self.order: list[Unit] = []  # of the first forward
         self._start()
@@ -89,7 +89,7 @@ class Zero:
         self.sync.reduce = self.reduce
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: self.__dict__[k] for k in ("mesh", "sync", "regather", "units", "order")}
+        return {k: self.__dict__[k] for k in ("mesh", "sync", "reshard_after_forward", "units", "order")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -263,7 +263,7 @@ class Unit:
                 continue
             if p is not None and how.device and p.device.type != self.zero.mesh.device:
                 raise ShardError(
-                    f"{name} of {type(module).__name__} was replaced after shard_module(stored_on=), by a tensor on "
+                    f"{name} of {type(module).__name__} was replaced after shard_module(offload=), by a tensor on "
                     f"{p.device} where {self.zero.mesh.device} computes: write to the parameter that is there "
                     "(load_state_dict without assign=True, p.copy_()), or move what you put in its place"
                 )

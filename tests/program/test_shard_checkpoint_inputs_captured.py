@@ -1,4 +1,4 @@
-"""``mw.saved_split`` in captured steps: the same bits, what is held, what is sent."""
+"""``mw.shard_checkpoint_inputs`` in captured steps: the same bits, what is held, what is sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright import collective
 from meshwright.explanation.step import explain_program
 from meshwright.program.ir.nodes import info_of
 from tests.support.processes import run_processes
-from tests.tensor.test_saved_split import BOTH, GELU, Block, again
+from tests.tensor.test_shard_checkpoint_inputs import BOTH, GELU, Block, again
 
 Tensor = torch.Tensor
 SPLIT = {"tp": mw.Shard(1)}
@@ -95,7 +95,7 @@ def trained(mesh: mw.Mesh | None, way: str, split: Any, batches: Any = BATCHES, 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-        made = mw.saved_split(split)(model)(x) if split else model(x)
+        made = mw.shard_checkpoint_inputs(split)(model)(x) if split else model(x)
         return made.square().mean()
 
     torch.manual_seed(3)
@@ -128,7 +128,7 @@ def gathers(program: Any) -> int:
     [
         {},
         {"passes": ["data-parallel-optimization"]},
-        {"stored_over": "dp", "passes": ["data-parallel-optimization"]},
+        {"fsdp": "dp", "passes": ["data-parallel-optimization"]},
         {"passes": ["gradient-merge:k_steps=3"]},
     ],
     ids=["", "passes", "zero 3", "merge"],
@@ -184,7 +184,7 @@ def test_what_is_held() -> None:
         one = 2 * 6 * 8 * 8
         assert held[0] - held[1] == 3 * one // 2
         assert gathers(part) == 3
-        assert "kept its input split (saved_split)" in str(explain_program(part))
+        assert "kept its input split (shard_checkpoint_inputs)" in str(explain_program(part))
 
     mw.simulate(run, BOTH)
 
@@ -210,7 +210,7 @@ def test_one_device() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
         def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-            with mw.saved_split(SPLIT):
+            with mw.shard_checkpoint_inputs(SPLIT):
                 return model(x).square().mean()
 
         step = mw.compile_step(

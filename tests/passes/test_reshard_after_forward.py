@@ -1,4 +1,4 @@
-"""What regather makes of programs that are written by hand, and the order in which passes run."""
+"""What reshard-after-forward makes of programs that are written by hand, and the order in which passes run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.fx as fx
 from meshwright.collective import OPERATORS
 from meshwright.passes import DataParallelOptimization, GradientMerge, PassManager
 from meshwright.passes.recompute import Recompute
-from meshwright.passes.regather import Regather
+from meshwright.passes.reshard_after_forward import ReshardAfterForward
 from meshwright.passes.split_checkpoints import SplitCheckpoints
 from meshwright.program.ir.nodes import checked_value, info_of, value_of
 from meshwright.program.ir.program import Program
@@ -36,8 +36,8 @@ def short(program: Program) -> list[str]:
 
 
 def of(program: Program) -> tuple[Program, Any]:
-    assert Regather().applies(program)
-    made, record = Regather().apply(program)
+    assert ReshardAfterForward().applies(program)
+    made, record = ReshardAfterForward().apply(program)
     made.graph.lint()
     return made, record
 
@@ -134,16 +134,16 @@ def test_when_there_is_something_to_do() -> None:
         y = w.op(aten.neg.default, p, role=role, gather=gather)
         if backward:
             w.op(aten.neg.default, y)
-        assert Regather().applies(w.program()) == want
+        assert ReshardAfterForward().applies(w.program()) == want
     w = Written({"a": 2})
     y = w.op(aten.neg.default, w.given("p", 4, 4), role="forward", gather="p")
     w.op(aten.neg.default, w.op(aten.abs.default, y, role="backward", gather="p"))
-    assert not Regather().applies(w.program()), "the backward goes on with the gather"
+    assert not ReshardAfterForward().applies(w.program()), "the backward goes on with the gather"
 
 
 def test_the_order_of_passes() -> None:
     """Whatever the order in which they are given, and whichever are left out."""
-    ordered = [Recompute(), SplitCheckpoints(), Regather(), GradientMerge(2), DataParallelOptimization()]
+    ordered = [Recompute(), SplitCheckpoints(), ReshardAfterForward(), GradientMerge(2), DataParallelOptimization()]
     for n in range(1, 4):
         for some in itertools.combinations(ordered, n):
             for given in itertools.permutations(some):

@@ -85,7 +85,7 @@ def gradients(way: Any, mesh: mw.Mesh | None, split: Any = None, length: int = 6
         return h.square().mean()
 
     torch.manual_seed(3)
-    loss = mw.saved_split(split)(forward)() if split else forward()
+    loss = mw.shard_checkpoint_inputs(split)(forward)() if split else forward()
     loss.backward()  # outside: what was kept is known
     return [
         g if mesh is None else mw.unshard(g) for g in (x.grad, *(p.grad for p in model.parameters())) if g is not None
@@ -132,7 +132,7 @@ def held(mesh: mw.Mesh, split: Any, width: int = 64, blocks: int = 4) -> tuple[i
         return h
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = mw.saved_split(split)(forward)() if split else forward()
+        y = mw.shard_checkpoint_inputs(split)(forward)() if split else forward()
     found = sum(storages.values())
     with mw.explain() as why:
         y.sum().backward()
@@ -148,7 +148,7 @@ def test_what_is_held() -> None:
         assert part == whole // 2
         kinds = [w.counts.kinds.get("all_gather", 0) for w in (before, after)]
         assert kinds[1] - kinds[0] == 4
-        assert "kept its input split (saved_split)" in str(after)
+        assert "kept its input split (shard_checkpoint_inputs)" in str(after)
 
     mw.simulate(run, BOTH)
 
@@ -162,7 +162,7 @@ def test_the_whole_is_freed() -> None:
             block.register_forward_pre_hook(lambda m, args: seen.append(weakref.ref(args[0])))
         for _ in range(2):  # the first one finds the plans
             seen.clear()
-            with mw.saved_split({"tp": mw.Shard(1)}):
+            with mw.shard_checkpoint_inputs({"tp": mw.Shard(1)}):
                 h = batch(TP, 6)
                 for block in model:
                     h = again(block, h)
@@ -183,7 +183,7 @@ def test_containers_of_other_classes_are_what_they_are() -> None:
             kinds.append((type(given), type(plain)))
             return model[0](given["x"]) + plain[0]
 
-        with mw.saved_split({"tp": mw.Shard(1)}):
+        with mw.shard_checkpoint_inputs({"tp": mw.Shard(1)}):
             again(forward, Given(x=x), [x]).sum().backward()
         assert kinds == [(Given, list)] * 2
 
@@ -194,7 +194,7 @@ def test_double_backward() -> None:
     def run(split: Any) -> Sequence[torch.Tensor]:
         model, x = network(TP, 1), batch(TP, 6).requires_grad_()
         forward = functools.partial(again, model[0].eval())
-        y = mw.saved_split(split)(forward)(x) if split else forward(x)
+        y = mw.shard_checkpoint_inputs(split)(forward)(x) if split else forward(x)
         (g,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
         g.square().sum().backward()
         return [mw.unshard(p.grad) for p in model.parameters() if p.grad is not None]
@@ -208,7 +208,10 @@ def test_double_backward() -> None:
 def test_a_partial_input_is_kept_and_said() -> None:
     def run() -> None:
         model, x = network(TP, 1), batch(TP, 6).requires_grad_()
-        with mw.saved_split({"tp": mw.Shard(1)}), pytest.warns(UserWarning, match="is Partial over tp.*mw.constrain"):
+        with (
+            mw.shard_checkpoint_inputs({"tp": mw.Shard(1)}),
+            pytest.warns(UserWarning, match="is Partial over tp.*mw.constrain"),
+        ):
             y = again(model[0].norm, model[0].down(model[0].up(x)))
         y.sum().backward()
         got = mw.unshard(x.grad)
@@ -222,7 +225,7 @@ def test_a_partial_input_is_kept_and_said() -> None:
 def test_without_gradients_nothing_is_kept() -> None:
     def run() -> None:
         model = network(TP, 1)
-        with torch.no_grad(), mw.saved_split({"tp": mw.Shard(1)}), mw.explain() as why:
+        with torch.no_grad(), mw.shard_checkpoint_inputs({"tp": mw.Shard(1)}), mw.explain() as why:
             again(model[0], batch(TP, 6))
         assert "all_gather" not in why.counts.kinds
 
@@ -233,11 +236,14 @@ def test_what_is_refused() -> None:
     def run() -> None:
         model, x = network(TP, 1), batch(TP, 6).requires_grad_()
         for wrong, error in (([mw.Shard(1)], LayoutError), ({"tp": mw.Replicate()}, LayoutError)):
-            with pytest.raises(error, match="saved_split"), mw.saved_split(wrong):  # type: ignore[arg-type]
+            with pytest.raises(error, match="shard_checkpoint_inputs"), mw.shard_checkpoint_inputs(wrong):  # type: ignore[arg-type]
                 pass
-        with mw.saved_split({"pp": mw.Shard(1)}), pytest.raises(MeshError, match="pp"):
+        with mw.shard_checkpoint_inputs({"pp": mw.Shard(1)}), pytest.raises(MeshError, match="pp"):
             again(model[0], x)
-        with mw.saved_split({"tp": mw.Shard(1)}), pytest.raises(ShardError, match="Say use_reentrant=False"):
+        with (
+            mw.shard_checkpoint_inputs({"tp": mw.Shard(1)}),
+            pytest.raises(ShardError, match="Say use_reentrant=False"),
+        ):
             checkpoint(model[0], x, use_reentrant=True)
 
     mw.simulate(run, TP)
@@ -268,7 +274,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("how", ["saved_split", "save_on_cpu"])
+@pytest.mark.parametrize("how", ["shard_checkpoint_inputs", "save_on_cpu"])
 def test_an_input_that_is_given_twice_and_that_nobody_holds(how: str, view: str) -> None:
     """Both uses in the second run have the type that the value got after the first one was kept."""
 
@@ -280,7 +286,9 @@ def test_an_input_that_is_given_twice_and_that_nobody_holds(how: str, view: str)
         if mesh is not None:
             plan = {"up.*": {"tp": mw.Shard(0)}, "down.weight": {"tp": mw.Shard(1)}}
             net, x = mw.shard_module(net, mesh, plan), mw.shard_tensor(x, mesh, {})
-            around = mw.saved_split({"tp": mw.Shard(1)}) if how == "saved_split" else save_on_cpu()
+            around = (
+                mw.shard_checkpoint_inputs({"tp": mw.Shard(1)}) if how == "shard_checkpoint_inputs" else save_on_cpu()
+            )
         with around:
             loss = net(x, VIEWS[view])
         loss.backward()

@@ -21,13 +21,13 @@ from .pass_manager import Pass, PassRecord, register
 
 @register
 @dataclass(frozen=True)
-class Regather(Pass):
+class ReshardAfterForward(Pass):
     """Gather stored parameters a second time, for the backward.
 
-    A captured step has it unless it was given ``regather=False``.
+    A captured step has it unless it was given ``reshard_after_forward=False``.
     """
 
-    name = "regather"
+    name = "reshard-after-forward"
     before = ("gradient-merge", "data-parallel-optimization")
 
     def applies(self, program: Program) -> bool:
@@ -82,4 +82,4 @@ def _repeat(made: Rewrite, gathered: fx.Node) -> bool:
     return bool(readers)
 
 
-__all__ = ["Regather"]
+__all__ = ["ReshardAfterForward"]

@@ -42,7 +42,7 @@ def weights_after(mesh: mw.Mesh, micro: int = 1, states: Any = None, checkpointe
         placements = TP if "tp" in mesh.axes else {}
         model = mw.shard_module(net(), mesh, placements, **options)
         model.checkpointed = checkpointed
-        opt = mw.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01), states_over=states)
+        opt = mw.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01), shard_states=states)
         with collective.counting() as counts:
             for ids in batches(3):
                 for k in range(micro):
@@ -59,16 +59,16 @@ def weights_after(mesh: mw.Mesh, micro: int = 1, states: Any = None, checkpointe
 CASES: dict[str, tuple[mw.Mesh, dict[str, Any]]] = {
     "one rank": (ONE, {}),
     "dp": (DP, {}),
-    "uneven": (THREE, {"stored_over": "dp"}),
+    "uneven": (THREE, {"fsdp": "dp"}),
     "dp, precision": (DP, {"precision": LOW, "micro": 2}),
-    "stored over dp": (DP, {"stored_over": "dp"}),
-    "stored over dp, kept": (DP, {"stored_over": "dp", "regather": False, "checkpointed": True}),
-    "stored over dp, precision": (DP, {"stored_over": "dp", "precision": LOW, "checkpointed": True}),
-    "stored over dp, wire": (DP, {"stored_over": "dp", "precision": mw.Precision(wire=mw.Float8()), "micro": 2}),
-    "wire": (DP, {"precision": mw.Precision(wire=mw.Float8())}),
+    "stored over dp": (DP, {"fsdp": "dp"}),
+    "stored over dp, kept": (DP, {"fsdp": "dp", "reshard_after_forward": False, "checkpointed": True}),
+    "stored over dp, precision": (DP, {"fsdp": "dp", "precision": LOW, "checkpointed": True}),
+    "stored over dp, wire": (DP, {"fsdp": "dp", "precision": mw.Precision(grad_comm=mw.Float8()), "micro": 2}),
+    "wire": (DP, {"precision": mw.Precision(grad_comm=mw.Float8())}),
     "states over dp": (DP, {"states": "dp", "micro": 2}),
     "tp": (ONLY_TP, {"checkpointed": True}),
-    "dp x tp": (BOTH, {"stored_over": "dp", "micro": 2}),
+    "dp x tp": (BOTH, {"fsdp": "dp", "micro": 2}),
     "dp x tp, whole": (BOTH, {"micro": 2}),
 }
 
@@ -77,21 +77,21 @@ CASES: dict[str, tuple[mw.Mesh, dict[str, Any]]] = {
 def test_the_same_bits_wherever_parameters_are_stored(name: str) -> None:
     mesh, options = CASES[name]
     for (want, before), (found, after) in zip(
-        weights_after(mesh, **options), weights_after(mesh, stored_on="cpu", **options), strict=True
+        weights_after(mesh, **options), weights_after(mesh, offload="cpu", **options), strict=True
     ):
         assert all(torch.equal(found[n], want[n]) for n in want)
         assert not before.copies
         assert {"to_device", "to_host"} == after.copies.keys()
 
 
-@pytest.mark.parametrize("options", [{}, {"stored_over": "dp"}], ids=["whole", "split"])
+@pytest.mark.parametrize("options", [{}, {"fsdp": "dp"}], ids=["whole", "split"])
 def test_training_equals_one_device(options: Any) -> None:
     data = batches()
     one = net()
     trained(one, torch.optim.AdamW(one.parameters(), lr=0.01), data, lambda m, x: loss_of(m, x).backward(), 0.1)
 
     def fn() -> None:
-        model = mw.shard_module(net(), DP, stored_on="cpu", **options)
+        model = mw.shard_module(net(), DP, offload="cpu", **options)
         opt = torch.optim.AdamW(model.parameters(), lr=0.01)
         trained(model, opt, [split(x, DP) for x in data], lambda m, x: loss_of(m, x).backward(), 0.1)
         same_values(model, one)
@@ -104,7 +104,7 @@ def test_what_is_copied(over: str | None) -> None:
     """Parameters as they are stored, for the forward and, where the backward needs them, again; gradients once."""
 
     def fn() -> None:
-        model = mw.shard_module(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), DP, stored_over=over, stored_on="cpu")
+        model = mw.shard_module(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), DP, fsdp=over, offload="cpu")
         share = 1 if over is None else 2
         stored = (4 * 4 + 4 + 2 * 4 + 2) * 4 // share
         x = mw.shard_tensor(torch.randn(2, 4), DP, {"dp": mw.Shard(0)})
@@ -127,7 +127,7 @@ def test_what_is_copied(over: str | None) -> None:
 
 def test_only_some_parameters() -> None:
     def fn() -> None:
-        model = mw.shard_module(net(), DP, stored_over={"blocks.*": "dp"}, stored_on={"blocks.*": "cpu"})
+        model = mw.shard_module(net(), DP, fsdp={"blocks.*": "dp"}, offload={"blocks.*": "cpu"})
         assert {n for n, p in model.named_parameters() if on_host(p)} == {
             n for n, _ in model.named_parameters() if n.startswith("blocks")
         }
@@ -148,7 +148,7 @@ def same_gradients(model: nn.Module, times: int = 1) -> None:
 @pytest.mark.parametrize("over", [None, "dp"])
 def test_accumulation_hooks_and_freezing(over: str | None) -> None:
     def fn() -> None:
-        model = mw.shard_module(net(), DP, stored_over=over, stored_on="cpu")
+        model = mw.shard_module(net(), DP, fsdp=over, offload="cpu")
         ids = split(IDS, DP)
         loss_of(model, ids).backward()
         loss_of(model, ids).backward()  # to the gradient of before, which is there
@@ -189,7 +189,7 @@ def test_gradients_by_name_and_of_gradients(over: str | None) -> None:
     w.square().sum().backward()
 
     def fn() -> None:
-        model = mw.shard_module(net(), DP, stored_over=over, stored_on="cpu")
+        model = mw.shard_module(net(), DP, fsdp=over, offload="cpu")
         made = torch.autograd.grad(loss_of(model, split(IDS, DP)), list(model.parameters()), create_graph=True)
         for g, want in zip(made, first, strict=True):
             torch.testing.assert_close(mw.unshard(g.detach()), want.detach())
@@ -224,7 +224,7 @@ def test_a_module_that_runs_twice_and_a_backward_that_raises() -> None:
     one(data).square().sum().backward()
 
     def fn() -> None:
-        model = mw.shard_module(Twice(), DP, stored_over="dp", stored_on="cpu")
+        model = mw.shard_module(Twice(), DP, fsdp="dp", offload="cpu")
         x = mw.shard_tensor(data, DP, {"dp": mw.Shard(0)}).requires_grad_()
         with pytest.raises(RuntimeError, match="no"):
             model(Fails.apply(torch.tanh(x))).square().sum().backward()
@@ -238,7 +238,7 @@ def test_a_module_that_runs_twice_and_a_backward_that_raises() -> None:
 
 def test_copies_saved_states_and_writes() -> None:
     def fn() -> None:
-        model = mw.shard_module(net(), DP, stored_over="dp", stored_on="cpu")
+        model = mw.shard_module(net(), DP, fsdp="dp", offload="cpu")
         ids = split(IDS, DP)
         loss_of(model, ids)
         state = {n: torch.zeros_like(mw.unshard(t)) for n, t in model.state_dict().items()}
@@ -263,7 +263,7 @@ def test_copies_saved_states_and_writes() -> None:
 
 def test_checkpoints_go_between_the_places(tmp_path: Path) -> None:
     def made(**options: Any) -> Any:
-        model = mw.shard_module(net(), DP, stored_over="dp", **options)
+        model = mw.shard_module(net(), DP, fsdp="dp", **options)
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def step(model: nn.Module, opt: torch.optim.Optimizer) -> None:
@@ -272,12 +272,12 @@ def test_checkpoints_go_between_the_places(tmp_path: Path) -> None:
         opt.zero_grad()
 
     def fn() -> None:
-        hosted, kept = made(stored_on="cpu"), made()
+        hosted, kept = made(offload="cpu"), made()
         step(*hosted)
         places = mw.Checkpoints(tmp_path / "checkpoints")
         places.save(1, wait=True, model=hosted[0], optimizer=hosted[1])
         places.load(model=kept[0], optimizer=kept[1])
-        again = made(stored_on={"*": "cpu"})
+        again = made(offload={"*": "cpu"})
         places.load(model=again[0], optimizer=again[1])
         for one in (hosted, kept, again):
             step(*one)
@@ -289,7 +289,7 @@ def test_checkpoints_go_between_the_places(tmp_path: Path) -> None:
 
 def test_a_scaled_loss_and_other_threads() -> None:
     def fn() -> None:
-        model = mw.shard_module(net(), ONE, stored_on="cpu")
+        model = mw.shard_module(net(), ONE, offload="cpu")
         scaler, opt = torch.amp.GradScaler("cpu", init_scale=8.0), torch.optim.SGD(model.parameters(), lr=0.0)
         ids = split(IDS, ONE)
         scaler.scale(loss_of(model, ids)).backward()
@@ -314,7 +314,7 @@ def test_values_from_the_meta_device() -> None:
         with torch.device("meta"):
             made = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         torch.manual_seed(0)
-        model = mw.shard_module(made, DP, stored_over="dp", stored_on="cpu")
+        model = mw.shard_module(made, DP, fsdp="dp", offload="cpu")
         torch.manual_seed(0)
         for p, q in zip(model.parameters(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).parameters(), strict=True):
             assert on_host(p)
@@ -330,7 +330,7 @@ def test_a_leaf_that_is_served_in_another_thread_belongs_to_the_backward(monkeyp
     """Autograd serves leaves on the host in the thread that asked, and what a device computes in the device's."""
 
     def fn() -> None:
-        model = mw.shard_module(net(), ONE, stored_on="cpu")
+        model = mw.shard_module(net(), ONE, offload="cpu")
         sync: Any = model.__dict__["_gradient_sync"]
         monkeypatch.setattr(compat, "current_graph_task_id", lambda: 7)
         made = backwards.Backward(sync)
@@ -356,7 +356,7 @@ def test_a_leaf_on_the_host_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(backwards.Backward, "ready", ready)
 
     def fn() -> None:
-        model = mw.shard_module(net(), DP, stored_over="dp", stored_on={"blocks.*": "cpu"})
+        model = mw.shard_module(net(), DP, fsdp="dp", offload={"blocks.*": "cpu"})
         loss_of(model, split(IDS, DP)).backward()
         same_gradients(model)
 
@@ -438,7 +438,7 @@ def test_copies_on_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
 
     def fn() -> None:
-        model = mw.shard_module(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), ONE, stored_on="cpu")
+        model = mw.shard_module(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), ONE, offload="cpu")
         x = mw.shard_tensor(torch.randn(2, 4), ONE, {})
         for _ in range(2):
             streams.log.clear()
@@ -463,7 +463,7 @@ def test_the_device_that_code_of_a_model_asks_for() -> None:
             return super().forward(x)
 
     def fn() -> None:
-        model = mw.shard_module(Asks(2, 2), ONE, stored_on="cpu")
+        model = mw.shard_module(Asks(2, 2), ONE, offload="cpu")
         model(mw.shard_tensor(torch.ones(1, 2), ONE, {}))
         assert model.weight.device.type == "cpu"
 
@@ -477,11 +477,11 @@ def test_the_device_that_code_of_a_model_asks_for() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stored_on": "cuda"}, "stored_on='cuda': 'cpu' was expected"),
-        ({"stored_on": {"blocks.*": "disk"}}, "stored_on='disk'"),
-        ({"stored_on": {"nothing.*": "cpu"}}, "nothing"),
-        ({"stored_on": "cpu", "sync": False}, "leave out sync=False"),
-        ({"stored_on": 3}, 'give "cpu"'),
+        ({"offload": "cuda"}, "offload='cuda': 'cpu' was expected"),
+        ({"offload": {"blocks.*": "disk"}}, "offload='disk'"),
+        ({"offload": {"nothing.*": "cpu"}}, "nothing"),
+        ({"offload": "cpu", "sync": False}, "leave out sync=False"),
+        ({"offload": 3}, 'give "cpu"'),
     ],
 )
 def test_what_is_refused(options: Any, message: str) -> None:
@@ -492,10 +492,10 @@ def test_what_is_refused(options: Any, message: str) -> None:
 def test_what_was_laid_elsewhere_before() -> None:
     def fn() -> None:
         model = mw.shard_module(net(), ONE)
-        with pytest.raises(ShardError, match="scale is sharded already, and not so: say stored_on="):
-            mw.shard_module(model, ONE, stored_on="cpu")
-        again = mw.shard_module(net(), ONE, stored_on="cpu")
-        mw.shard_module(again, ONE, stored_on="cpu")
+        with pytest.raises(ShardError, match="scale is sharded already, and not so: say offload="):
+            mw.shard_module(model, ONE, offload="cpu")
+        again = mw.shard_module(net(), ONE, offload="cpu")
+        mw.shard_module(again, ONE, offload="cpu")
         loss_of(again, IDS).backward()
         same_gradients(again)
 
@@ -504,7 +504,7 @@ def test_what_was_laid_elsewhere_before() -> None:
 
 def test_parameters_that_were_moved_or_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     def fn() -> None:
-        model = mw.shard_module(nn.Linear(2, 2), ONE, stored_on="cpu")
+        model = mw.shard_module(nn.Linear(2, 2), ONE, offload="cpu")
         x = mw.shard_tensor(torch.ones(1, 2), ONE, {})
         kept = model.weight
         model.weight = nn.Parameter(torch.ones(2, 2, device="meta"))
@@ -521,14 +521,14 @@ def test_parameters_that_were_moved_or_replaced(monkeypatch: pytest.MonkeyPatch)
 
 def test_ranks_that_differ() -> None:
     with pytest.raises(DesyncError, match="stored on the host"):
-        mw.simulate(lambda: mw.shard_module(net(), DP, stored_on=None if runtime.RT.rank else "cpu"), DP)
+        mw.simulate(lambda: mw.shard_module(net(), DP, offload=None if runtime.RT.rank else "cpu"), DP)
 
 
 def test_captured_steps_refuse_it() -> None:
     def fn() -> None:
-        model = mw.shard_module(net(), ONE, stored_on="cpu")
+        model = mw.shard_module(net(), ONE, offload="cpu")
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(CaptureError, match=r"stored_on= was said to mw.shard_module"):
+        with pytest.raises(CaptureError, match=r"offload= was said to mw.shard_module"):
             mw.compile_step(model, loss_of, opt, IDS, mesh=ONE)
         with pytest.raises(CaptureError, match="is stored on the host"):
             mw.capture_local(lambda b: None, ONE, model=model, optimizer=opt, batch=IDS)
@@ -537,7 +537,7 @@ def test_captured_steps_refuse_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"stored_over": "dp"}, {"stored_on": "cpu"}, {"precision": mw.Precision(compute=torch.float64)}]
+    "options", [{"fsdp": "dp"}, {"offload": "cpu"}, {"precision": mw.Precision(compute=torch.float64)}]
 )
 def test_a_parameter_that_was_swapped_is_named(options: dict[str, Any]) -> None:
     """``torch.utils.swap_tensors`` gives it all that another tensor is, which nothing was said of."""
@@ -566,11 +566,9 @@ class _Narrow(nn.Module):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("stored_over", [None, {"up.bias": "dp"}], ids=["whole", "split"])
+@pytest.mark.parametrize("fsdp", [None, {"up.bias": "dp"}], ids=["whole", "split"])
 @pytest.mark.parametrize("rows", [6, 1])
-def test_ranks_with_empty_shards_gather_when_the_others_do(
-    size: int, stored_over: dict[str, str] | None, rows: int
-) -> None:
+def test_ranks_with_empty_shards_gather_when_the_others_do(size: int, fsdp: dict[str, str] | None, rows: int) -> None:
     """A saved weight without elements has no address, and gathers in the backward all the same: else the ranks'
     collectives are in different orders."""
     mesh, x = mw.Mesh({"dp": size}), torch.randn(rows, 2, 4, dtype=torch.float64)
@@ -579,7 +577,7 @@ def test_ranks_with_empty_shards_gather_when_the_others_do(
     plain(x).square().mean().backward()
 
     def run() -> dict[str, torch.Tensor]:
-        model = mw.shard_module(_Narrow(), mesh, layouts, stored_on="cpu", stored_over=stored_over)
+        model = mw.shard_module(_Narrow(), mesh, layouts, offload="cpu", fsdp=fsdp)
         for _ in range(2):
             model.zero_grad()
             model(mw.shard_tensor(x, mesh, {"dp": mw.Shard(0)})).square().mean().backward()
@@ -612,6 +610,6 @@ def test_a_second_backward_adds_to_gradients_of_uses_inside_and_outside_of_the_m
         return [mw.unshard(p.grad) if mesh is not None else p.grad for p in model.parameters()]
 
     want = gradients(None)
-    for options in ({}, {"stored_over": "dp"}, {"bucket_bytes": 1}):
-        for made in mw.simulate(lambda o=options: gradients(DP, stored_on="cpu", **o), DP):
+    for options in ({}, {"fsdp": "dp"}, {"bucket_bytes": 1}):
+        for made in mw.simulate(lambda o=options: gradients(DP, offload="cpu", **o), DP):
             torch.testing.assert_close(made, want)
