@@ -210,8 +210,9 @@ def test_reshard_keeps_the_value_and_the_gradient(mesh, data):
         y = mw.reshard(x, target)
         assert y.spec.layout == target
         (y.tanh() * weight).sum().backward()
-        z = mw.reshard(x * 1.0, target)
-        (g,) = torch.autograd.grad((mw.unshard(z).tanh() * weight).sum(), x)
+        z = (x * 1.0).redistribute(target)  # DTensor's names
+        assert z.spec.layout == target
+        (g,) = torch.autograd.grad((z.full_tensor().tanh() * weight).sum(), x)
         return plain([y, x.grad, g])
 
     for y, first, second in mw.simulate(run, mesh):

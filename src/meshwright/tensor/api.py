@@ -14,7 +14,7 @@ import torch.nn as nn
 
 from .. import collective
 from ..collective import Fact, together
-from ..dispatch import disabled, forget_ops, refresh, relayout, wanted
+from ..dispatch import forget_ops
 from ..errors import LayoutError, MeshError, RuleError, takes
 from ..generator import materialize
 from ..layout import At, Layout, Partial, Placements, Replicate, Shard, Spec
@@ -26,7 +26,7 @@ from ..rules import Rule, checked_strategies
 from ..rules import rule as _rule
 from ..rules.factor_notation import TAKEN_WHERE
 from ..rules.strided import ROW_MAJOR
-from . import DistTensor, Inference, call_enabled, graph_marks, infer, read, wrap
+from . import DistTensor, Inference, graph_marks, infer, wrap
 from . import autograd_functions as _functions  # noqa: F401 (guards what would take a rank's part for the whole)
 
 Tensor = torch.Tensor
@@ -254,12 +254,7 @@ def reshard(x: DistTensor, placements: Placements, *, order: Any = None) -> Dist
     Raises:
         LayoutError: a placement that does not fit.
     """
-    target = wanted(x._spec, placements, order)
-    if target is x._spec:
-        return x
-    refresh(x, call_enabled)
-    with disabled():
-        return cast(DistTensor, relayout(x, target, wrap))
+    return x.redistribute(placements, order=order)
 
 
 @takes(LayoutError, x=(Tensor, "of several, one at a time, e.g. {k: mw.unshard(t) for k, t in state.items()}"))
@@ -269,12 +264,7 @@ def unshard(x: Tensor) -> Tensor:
     It is a copy, however ``x`` lies: what is kept of it stays as it is when ``x`` is written to.  A plain tensor is
     returned as it is.
     """
-    if not isinstance(x, DistTensor):
-        return x
-    made = read(x)
-    with disabled():
-        alias = made.untyped_storage()._cdata == x.untyped_storage()._cdata
-    return made.clone() if alias else made
+    return x.full_tensor() if isinstance(x, DistTensor) else x
 
 
 @takes(LayoutError, x=_TENSOR)

@@ -25,9 +25,11 @@ from ..dispatch import (
     disabled,
     gradient_types,
     refresh,
+    relayout,
     remember_detached,
     resolve_types,
     tensors_in,
+    wanted,
 )
 from ..errors import LayoutError
 from ..layout import (
@@ -36,6 +38,7 @@ from ..layout import (
     Marks,
     Partial,
     Placement,
+    Placements,
     Replicate,
     Spec,
     marked,
@@ -151,6 +154,62 @@ class DistTensor(torch.Tensor):
                 # Each rank's gradient would be a part of the sum; what users write for locals gives whole ones.
                 return plain(executor.apply(planner.plan(spec, spec.with_(reduced=0)).steps, self))
             return self.view_as(self) if self.layout is torch.strided else self.clone()
+
+    def full_tensor(self) -> Tensor:
+        """Return the global value as a plain tensor, on every rank.
+
+        A collective: every rank must call it, on one line.  Differentiable.  The result is a copy: later writes to
+        this tensor do not change it.
+
+        DTensor: ``DTensor.full_tensor()``.
+
+        Examples:
+            ```python
+            mesh = mw.Mesh({"dp": 2})
+            x = torch.arange(5.0)
+            y = mw.simulate(lambda: mw.shard_tensor(x, mesh, {"dp": mw.Shard(0)}).full_tensor(), mesh)
+            assert torch.equal(y[0], x) and torch.equal(y[1], x)
+            ```
+        """
+        value = read(self)
+        with disabled():
+            alias = value.untyped_storage()._cdata == self.untyped_storage()._cdata
+        return value.clone() if alias else value
+
+    def redistribute(self, placements: Placements, *, order: Any = None) -> DistTensor:
+        """Return this tensor in another layout, by the cheapest sequence of collectives.
+
+        A collective wherever data moves: every rank must call it.  Differentiable: the backward moves gradients the
+        other way.
+
+        DTensor: ``DTensor.redistribute(placements=...)``.
+
+        Args:
+            placements: axis name to placement.  Axes that are not named keep theirs.
+            order: dim to the axes that shard it, major first.
+
+        Raises:
+            LayoutError: If a placement does not fit the tensor or the mesh.
+
+        Examples:
+            ```python
+            mesh = mw.Mesh({"dp": 2})
+
+
+            def rows_to_columns():
+                x = mw.shard_tensor(torch.ones(4, 6), mesh, {"dp": mw.Shard(0)})
+                return x.redistribute({"dp": mw.Shard(1)}).to_local().shape
+
+
+            assert mw.simulate(rows_to_columns, mesh) == [(4, 3), (4, 3)]
+            ```
+        """
+        target = wanted(self._spec, placements, order)
+        if target is self._spec:
+            return self
+        refresh(self, call_enabled)
+        with disabled():
+            return cast(DistTensor, relayout(self, target, wrap))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec = self._spec
