@@ -9,7 +9,7 @@ import torch
 
 import meshwright as mw
 from tests.support.processes import run_processes
-from tests.support.stages import DP, TP, Attention, Block, Dropped, Experts, ignoring, one_device, steps
+from tests.support.stages import DP, TP, Attention, Block, Dropped, Experts, Noisy, Sampled, ignoring, one_device, steps
 
 CP = {"cp": mw.Shard(1)}
 EP = {"layers.*.gate_up": {"ep": mw.Shard(0)}, "layers.*.down": {"ep": mw.Shard(0)}}
@@ -80,8 +80,10 @@ def test_ranks_of_other_stages_do_not_help_to_sum() -> None:
         ({"precision": BF16}, ("1f1b", "zero-bubble")),
         ({"blocks": (Dropped,) * 2}, ("1f1b", "zero-bubble")),
         ({"blocks": (Dropped,) * 4, "clip": None}, ("looped",)),
+        ({"blocks": (Noisy,) * 2}, ("1f1b",)),
+        ({"blocks": (Dropped, Noisy)}, ("zero-bubble",)),
     ],
-    ids=["bfloat16", "dropout", "dropout, several stages of a rank"],
+    ids=["bfloat16", "dropout", "dropout, several stages of a rank", "noise", "dropout and noise"],
 )
 def test_rounded_and_drawn(options: dict[str, Any], schedules: tuple[str, ...]) -> None:
     """The bits of the uncut step, whose masks are those of micro-batches, on ranks with several stages, too."""
@@ -97,6 +99,27 @@ def test_rounded_and_drawn(options: dict[str, Any], schedules: tuple[str, ...]) 
         assert losses == found[0][0]
         assert all(torch.equal(t, found[0][1][n]) for n, t in params.items())
     assert found[0][0][0] != found[0][0][1]
+
+
+@pytest.mark.parametrize("blocks", [(Attention, Block), (Block, Noisy), (Dropped, Block)])
+def test_what_one_stage_draws_is_drawn_by_all(blocks: Any) -> None:
+    """Ranks' generators stay in step: what is drawn, or saved, later is the same."""
+    mesh = mw.Mesh({"pp": 2})
+
+    def run() -> Any:
+        torch.manual_seed(3)
+        steps(mesh, [ignoring(0, 6)], "micro_batches=2", blocks=blocks)
+        return torch.get_rng_state()
+
+    first, second = mw.simulate(run, mesh)
+    assert torch.equal(first, second)
+
+
+def test_numbers_drawn_by_values_of_one_stage_are_refused() -> None:
+    mesh = mw.Mesh({"pp": 2})
+    said = "multinomial.default draws random numbers by values that stage 0 alone has"
+    with pytest.raises(mw.errors.PassError, match=said):
+        mw.simulate(lambda: steps(mesh, [ignoring(0, 6)], "micro_batches=2", blocks=(Sampled, Block)), mesh)
 
 
 @pytest.mark.thin(2)

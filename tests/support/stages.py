@@ -61,6 +61,19 @@ class Dropped(Block):
         return super().forward(F.dropout(x, 0.3))
 
 
+class Noisy(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + 0.1 * torch.randn_like(y)
+
+
+class Sampled(Block):
+    """Draws by values of a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.multinomial(self.up.weight.detach().sigmoid(), 6)[0]
+
+
 class Net(nn.Module):
     """Three blocks, which two stages cannot share evenly; parameters that are numbers."""
 

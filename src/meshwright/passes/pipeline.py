@@ -18,7 +18,7 @@ from ..errors import PassError, ProgramError
 from ..layout import Partial, Replicate
 from ..program.ir.cut import cut
 from ..program.ir.loss_weight import Weighing
-from ..program.ir.nodes import NodeInfo, Value, annotate, call, checked_value, info_of, is_mutating
+from ..program.ir.nodes import NodeInfo, Value, annotate, call, checked_value, draws, info_of, is_mutating
 from ..program.ir.program import PIPELINE, STEP, Input, Output, Program, Staging
 from ..program.ir.schedules import LOOPED, PARTS, Schedule, V, schedule
 from ..program.ir.subgraphs import copied, new_storage
@@ -165,7 +165,8 @@ class Pipeline(Pass):
         kept = bytes_of(sums, program, order.homes)
         flush, ends, back = taken_out(flush, sums, mine)
         flush = _over_stages(flush, program.stages, stages)
-        pipeline = Staging(axis, order, (*found.messages, *back), self.gather, found.gathered, found.left, kept)
+        drawn = any(map(draws, step.graph.nodes))
+        pipeline = Staging(axis, order, (*found.messages, *back), self.gather, found.gathered, found.left, kept, drawn)
         of = {pipeline.name(n, s): part for s, parts in found.parts.items() for n, part in parts.items()}
         of.update((pipeline.name("R", s), part) for s, part in ends.items())
         made = replace(made, parts={**of, "flush": flush}, schedules={STEP: (PIPELINE,)}, pipeline=pipeline)
@@ -180,7 +181,8 @@ class Pipeline(Pass):
         self, made: Program, step: Program, flush: Program, order: Schedule, axis: int
     ) -> tuple[Program, PassRecord]:
         parts = {"accumulate": step, "flush": flush}
-        made = replace(made, parts=parts, schedules={STEP: (PIPELINE,)}, pipeline=Staging(axis, order, ()))
+        how = Staging(axis, order, (), draws=any(map(draws, step.graph.nodes)))
+        made = replace(made, parts=parts, schedules={STEP: (PIPELINE,)}, pipeline=how)
         return made, PassRecord(f"{self.micro_batches} micro-batches; every rank computes all stages")
 
 

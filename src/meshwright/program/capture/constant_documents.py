@@ -9,6 +9,7 @@ import torch.fx as fx
 
 from ...compat import OpOverload, pytree
 from ...dispatch import disabled
+from ..ir.nodes import draws
 
 Tensor = torch.Tensor
 ATTENTION: Any = torch.ops.meshwright.attention.default
@@ -59,7 +60,7 @@ def _run(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
         return None
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
         return None
-    if torch.Tag.nondeterministic_seeded in node.target.tags:
+    if draws(node):
         return None
     args, kwargs = pytree.tree_map_only(fx.Node, lambda n: made[n], (node.args, node.kwargs))
     with torch.no_grad(), disabled():

@@ -20,7 +20,7 @@ from ...collective.graph import KEEP_ONE
 from ...errors import PassError
 from ..ir.linear import linear_in
 from ..ir.loss_weight import Earlier, ScalarStep
-from ..ir.nodes import VIEWS, ancestors, checked_value, info_of, is_sum, target_name, value_of
+from ..ir.nodes import VIEWS, ancestors, checked_value, draws, info_of, is_sum, target_name, value_of
 
 aten = torch.ops.aten
 Key = Any  # what tells a value from others: equal keys compute the same of the same
@@ -405,8 +405,7 @@ def draws_numbers(node: fx.Node, random: frozenset[str]) -> bool:
 
 def _is_impure(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags or bool(schema is not None and schema.is_mutable)
+    return draws(node) or bool(schema is not None and schema.is_mutable)
 
 
 def _is_bool(node: fx.Node) -> bool:

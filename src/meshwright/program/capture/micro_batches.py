@@ -29,7 +29,7 @@ from ...mesh import Mesh
 from ...ranks import runtime
 from ...tensor import tell
 from ..ir.loss_weight import LossWeight, Weighing, value_at
-from ..ir.nodes import ancestors, info_of, reduces, target_name
+from ..ir.nodes import ancestors, draws, info_of, reduces, target_name
 from ..ir.trace import Recorder
 from .export import Captured
 from .interpret import Interpreter
@@ -156,9 +156,7 @@ def recorded(captured: Captured, compared: Compared, dims: Dims, numbers_add: bo
         node = recorder.node_of(loss)
     constants.update({n: recorder.constants[str(n.target)] for n in recorder.graph.nodes
                       if n.op == "placeholder" and str(n.target) in recorder.constants})  # fmt: skip
-    random = {
-        n.name for n in captured.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
-    }
+    random = {n.name for n in captured.graph.nodes if draws(n)}
     ops = {n.name: target_name(n.target) for n in captured.graph.nodes if n.op == "call_function"}
     return MicroBatch(
         recorder.graph, node, frozenset(batch), constants, following.names, following.given, compared.by_row,

@@ -120,7 +120,7 @@ def partition(
                 annotate(node, unit=how.unit)
         if laid.stages:
             params = [made.by_node[s.node] for s in captured.sources if s.kind == "param"]
-            put_stages(made.recorder.graph, set(map(made.recorder.node_of, params)), laid.stages)
+            put_stages(made.recorder.graph, set(map(made.recorder.node_of, params)), laid.stages, mesh.device)
         return made.program("" if update is None or not train else update.text)
 
 

@@ -115,6 +115,7 @@ class _Cut:
         self.forward: dict[fx.Node, bool] = {}
         for node in self.nodes:
             self._place(node)
+        self._check_draws()
         views = self._views()
         for node in reversed(self.nodes):
             sends = node.target in COLLECTIVES and bool(info_of(node).gather) and not gathers
@@ -218,6 +219,17 @@ class _Cut:
                 annotate(node, role="forward")
                 seen[source] = node
         follow(self.program.graph)
+
+    def _check_draws(self) -> None:
+        """Raises PassError for numbers that one stage alone can draw: then the others would draw other ones behind."""
+        for node in self.nodes:
+            own = self.forward[node] and self.at[node] is not None and draws(node)
+            if own and str(node.target).startswith("aten."):
+                raise PassError(
+                    f"{_where(node)}: {target_name(node.target)} draws random numbers by values that stage "
+                    f"{self.at[node]} alone has, so the stages would draw different numbers from there on. Draw from "
+                    "fixed sizes (torch.rand) and compute what you need of that, or take schedule=uncut."
+                )
 
     def _views(self) -> set[fx.Node]:
         """Views of what is made of stored parameters."""

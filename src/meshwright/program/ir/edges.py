@@ -6,10 +6,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.fx as fx
 
-from .nodes import annotate, info_of, value_of
+from .nodes import annotate, checked_value, info_of, value_of
 from .program import Program
+
+aten = torch.ops.aten
+_UNWRITTEN = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default}
 
 
 @dataclass(frozen=True)
@@ -28,19 +32,26 @@ class Edge:
     nbytes: int
 
 
-def put_stages(graph: fx.Graph, params: set[fx.Node], stages: Mapping[str, int]) -> None:
+def put_stages(graph: fx.Graph, params: set[fx.Node], stages: Mapping[str, int], device: str) -> None:
     """Note the stage of each node of forward and backward: that of the captured node that it serves.
 
     What needs no parameter (masks, positions, the draws of a dropout) belongs to none: every stage has it by itself.
+    New memory is made from sizes alone, not from the value that it is like: so every stage draws what one of them
+    fills it with, and the numbers that follow are the same for all.
 
     Args:
         params: the placeholders of parameters.
         stages: of captured nodes and of parameters, by name.
+        device: of the mesh.
     """
     for node in params:
         annotate(node, stage=stages.get(node.name))
     needing = set(params)
     for node in graph.nodes:
+        if node.target in _UNWRITTEN:
+            made, where = checked_value(node), node.kwargs.get("device") or device
+            node.target, node.args = aten.empty_strided.default, (list(made.shape), list(made.strides))
+            node.kwargs = {"dtype": made.dtype, "device": where}
         if node.op == "call_function" and not needing.isdisjoint(node.all_input_nodes):
             needing.add(node)
             if info_of(node).role != "optimizer" and info_of(node).source in stages:

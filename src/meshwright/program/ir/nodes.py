@@ -198,9 +198,18 @@ def is_sum(node: fx.Node) -> bool:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a node advances a random generator: the others' numbers depend on it."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
+    """Whether a node advances a random generator: the others' numbers depend on it.
+
+    Kernels of attention draw where they drop something only: ``dropout_p`` says so.
+    """
+    target: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    schema = getattr(target, "_schema", None)
+    for i, a in enumerate(() if schema is None else schema.arguments):
+        if a.name == "dropout_p":
+            return bool((node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)) != 0)
+    return True
 
 
 # ---------------------------------------------------------------------------------------------- graphs

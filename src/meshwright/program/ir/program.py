@@ -112,6 +112,7 @@ class Staging:
         gathered: of each stage, the bytes that ``G`` makes of stored parameters.
         left: of each stage, the bytes that ``F`` leaves for the backward of its micro-batch, and ``I`` besides.
         sums: of each stage, the bytes of its sums of gradients, and of what ``R`` makes of them.
+        draws: a stage draws random numbers, for which all ranks then draw one seed.
     """
 
     axis: int
@@ -121,6 +122,7 @@ class Staging:
     gathered: Mapping[int, int] = field(default_factory=dict)
     left: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     sums: Mapping[int, int] = field(default_factory=dict)
+    draws: bool = False
 
     def name(self, part: str, stage: int) -> str:
         """Of a part of a stage."""

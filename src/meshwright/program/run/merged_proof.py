@@ -92,7 +92,7 @@ class MergedProof:
             return run()
         before = Before(readies[0].program.mesh.device)
         seed = None
-        if isinstance(bound, Pipelined) and bound.draws:
+        if isinstance(bound, Pipelined) and bound.how.draws:
             with before.drawing():
                 seed = int(torch.randint(1 << 62, ()))
         for i, (ready, micro) in enumerate(zip(readies, micros, strict=True)):

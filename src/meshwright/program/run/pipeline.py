@@ -16,7 +16,7 @@ from ...layout import Layout, Shard, Spec
 from ...mesh import Mesh
 from ...ranks import runtime
 from ...tensor import DistTensor, wrap
-from ..ir.nodes import Value, checked_value, draws
+from ..ir.nodes import Value, checked_value
 from ..ir.program import ONCE, Message, Staging
 from ..ir.schedules import Action
 from .bind import Bound, Ready
@@ -52,8 +52,6 @@ class Pipelined:
             lane = collective.lane(mesh, self.how.axis, src, dst) if src != dst else None
             if lane is not None:
                 self.lanes[src, dst] = lane
-        parts = [p.program for name, p in first.parts.items() if name[0] in "aF"]
-        self.draws = any(draws(n) for p in parts for n in p.graph.nodes)
 
     @property
     def seen(self) -> int:
@@ -98,7 +96,7 @@ class _Run:
 
     def __init__(self, of: Pipelined) -> None:
         self.of = of
-        self.seed = int(torch.randint(1 << 62, ())) if of.draws else None
+        self.seed = int(torch.randint(1 << 62, ())) if of.how.draws else None
         self.held: dict[tuple[int, int], dict[str, Tensor]] = {}  # by stage and micro-batch
         self.gathered: dict[int, dict[str, Tensor]] = {}  # by stage
         self.came: dict[int, dict[str, Tensor]] = {}  # parameters of other stages, by stage that uses them
