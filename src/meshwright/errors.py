@@ -54,14 +54,24 @@ class DesyncError(CollectiveError):
 
 
 class RankFailedError(DesyncError):
-    """A rank is gone: its process died, failed, was stopped or came to its end while this one needs it.
+    """A rank is gone: its process died, failed, was stopped, or ended while this rank needs it.
+
+    The other ranks raise it in their collective, or end 0.7 seconds later. Catch it to log; the run is over.
 
     Attributes:
-        ranks: those that are gone, or presumed to be.
-        host: of the first of them, where it is known.
-        cause: what became of it.
-        collective: what this rank was in, with its group and the user's line; else the last one of the rank that left.
-        step: updates that this rank had made, or -1.
+        ranks: Ranks that are gone, or presumed to be.
+        host: Host of the first of them, if known.
+        cause: What happened to it.
+        collective: The collective this rank waited in, with group and line; or the last one of the rank that left.
+        step: Number of updates this rank had completed, or -1.
+
+    Examples:
+        ```python
+        try:
+            raise mw.RankFailedError("rank 3 is gone", ranks=(3,), cause="killed by signal 9", step=120)
+        except mw.RankFailedError as error:  # around a training loop
+            assert error.ranks == (3,) and error.step == 120
+        ```
     """
 
     def __init__(

@@ -19,15 +19,25 @@ if TYPE_CHECKING:
 class Mesh:
     """A grid of ranks with a name for each axis.
 
-    Args:
-        axes: axis name to size, outermost first: ``{"dp": 2, "tp": 4}``.
-        device: ``"cpu"`` or ``"cuda"``: where local tensors live.
-        ranks: the global ranks in row-major order; ``0..size-1`` unless given.
+    It does no communication by itself. `init_mesh` connects one to processes, `simulate` to simulated ranks. Meshes
+    with equal axes, device and ranks are equal and have equal hashes.
 
-    Two meshes with equal axes, device and ranks are equal and hash alike.
+    DTensor: `DeviceMesh`.
+
+    Args:
+        axes: Axis name to size, outermost first: `{"dp": 2, "tp": 4}`.
+        device: `"cpu"` or `"cuda"`: where local tensors live.
+        ranks: Global ranks in row-major order. Default: 0 to size - 1.
 
     Raises:
-        MeshError: no axes, a size below 1, an unusable name, ranks that do not fill the grid.
+        MeshError: If there are no axes, a size is below 1, a name is unusable, or `ranks` do not fill the grid.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2, "tp": 4})
+        assert mesh.size == 8
+        assert mesh.coordinate(5) == (1, 1)  # rank 5 is dp=1, tp=1
+        ```
     """
 
     __slots__ = ("__dict__", "_hash", "axes", "device", "ranks", "size", "sizes")

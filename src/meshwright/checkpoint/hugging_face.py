@@ -47,20 +47,35 @@ _WEIGHTS = re.compile(r"model(-[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors(\.tm
 def save_weights(
     model: nn.Module, path: str | os.PathLike[str], *, shard_bytes: int = SHARD_BYTES, mesh: Mesh | None = None
 ) -> None:
-    """Write parameters and persistent buffers of a model as a Hugging Face directory, which ``from_pretrained`` reads.
+    """Write a model's parameters and persistent buffers as a Hugging Face directory for `from_pretrained`.
 
-    Every rank writes a part of each file; no rank ever holds the whole of a split tensor.  Tied tensors are written
-    once.  A model of transformers has its configuration written beside.
+    Every rank writes a part of each file. No rank holds the full tensor of a sharded one. Tied tensors are written
+    once. A model of Transformers also writes its configuration.
 
     Args:
-        path: a folder that all ranks share; made if it is not there.  Its weights are replaced: what dies on the way
-            leaves the older ones or these, whole. So of as many files as are there the new ones have other names.
-        shard_bytes: how large files may become, where no tensor is larger.
-        mesh: as for :class:`Checkpoints`.
+        model: A sharded or plain model.
+        path: Shared directory; created if it does not exist. Its weights are replaced. After a crash it holds either
+            the old or the new weights, complete; so a directory with as many files gets new file names.
+        shard_bytes: Maximum size of a file in bytes, unless one tensor is larger.
+        mesh: As for [Checkpoints][meshwright.Checkpoints].
 
     Raises:
-        CheckpointError: on all ranks: what cannot be saved, a disk that is full.
-        DesyncError: ranks with different models.
+        CheckpointError: On all ranks, if something cannot be saved or the disk is full.
+        DesyncError: If ranks have different models.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"tp": 2})
+
+
+        def save():
+            model = mw.shard_module(nn.Linear(4, 4), mesh, {"weight": {"tp": mw.Shard(0)}})
+            mw.save_weights(model, "weights")  # weights/model.safetensors
+
+
+        mw.simulate(save, mesh)
+        mw.load_weights(nn.Linear(4, 4), "weights")
+        ```
     """
     path = Path(path)
     mesh = mesh_of(Roles.of(model, None, None, None, None), mesh)

@@ -21,15 +21,35 @@ from .saving import Save, save, settle
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder that all ranks share.
+    """Save and load the checkpoints of one run, in one folder that all ranks share.
+
+    A checkpoint holds global tensors. It loads on any mesh and layout.
+
+    PyTorch: `torch.distributed.checkpoint` with `async_save`.
 
     Args:
-        folder: where they are; made by the first save.
-        keep: how many complete ones stay; None: all.
-        mesh: needed only where nothing that is saved is distributed and not all processes take part.
+        folder: Shared directory; the first save creates it.
+        keep: Number of complete checkpoints to keep. `None` keeps all.
+        mesh: The mesh of the ranks that take part. Needed only if nothing that is saved is a DistTensor.
 
     Raises:
-        CheckpointError: arguments that cannot be.
+        CheckpointError: If an argument is invalid.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2})
+
+
+        def save_and_load():
+            torch.manual_seed(0)
+            model = mw.shard_module(nn.Linear(4, 4), mesh, fsdp="dp")
+            checkpoints = mw.Checkpoints("runs/a", keep=3)
+            checkpoints.save(10, model=model).wait()  # without wait() it is written in the background
+            return checkpoints.load(model=model), checkpoints.steps
+
+
+        assert mw.simulate(save_and_load, mesh) == [(10, [10])] * 2
+        ```
     """
 
     @takes(

@@ -52,24 +52,38 @@ _PATH = ((str, os.PathLike), "give a path")
 def load_weights(
     model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, mesh: Mesh | None = None
 ) -> IncompatibleKeys:
-    """Fill the parameters and persistent buffers of a model, in place, each rank reading what it needs.
+    """Fill a model's parameters and persistent buffers in place. Each rank reads only what it needs.
+
+    Floating-point values of another dtype are converted. Nothing in a file can run code.
 
     Args:
-        model: sharded or plain.
-        path: a Hugging Face directory (``model.safetensors``, or several files with their index), a safetensors file,
-            a folder of :class:`Checkpoints`, of which the newest is read, or one that ``torch.distributed.checkpoint``
-            wrote: its model may be a part of it, and nothing in it can run code.
-        strict: every tensor of the model must be there, and no other; otherwise the first rank warns of those.
-        mesh: as for :class:`Checkpoints`.
-
-    Floating-point values of another dtype are converted.
+        model: A sharded or plain model.
+        path: A Hugging Face directory (`model.safetensors`, or several files with an index), a safetensors file, a
+            folder of [Checkpoints][meshwright.Checkpoints] (the newest is read), or a folder of
+            `torch.distributed.checkpoint`, of which the model may be a part.
+        strict: Require every tensor of the model and no other. `False`: the first rank warns of differences.
+        mesh: As for `Checkpoints`.
 
     Returns:
-        The names that only the model or only the files have, which are left out; none where it is strict.
+        `(missing_keys, unexpected_keys)`, both empty if `strict`.
 
     Raises:
-        CheckpointError: on all ranks: names, shapes or kinds of dtypes that differ; a file that cannot be read.
-        DesyncError: on all ranks: they load different files, or into different models.
+        CheckpointError: On all ranks, if names, shapes or kinds of dtypes differ, or a file cannot be read.
+        DesyncError: On all ranks, if they load different files or into different models.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"tp": 2})
+        mw.save_weights(nn.Linear(4, 4), "weights")
+
+
+        def load():
+            model = mw.shard_module(nn.Linear(4, 4), mesh, {"weight": {"tp": mw.Shard(0)}})
+            return mw.load_weights(model, "weights").missing_keys
+
+
+        assert mw.simulate(load, mesh) == [[], []]
+        ```
     """
     path = Path(path)
     mesh = mesh_of(Roles.of(model, None, None, None, None), mesh)

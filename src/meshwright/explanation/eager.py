@@ -35,12 +35,34 @@ def _explaining(records: list[Record] | None = None) -> Iterator[Explanation]:
 
 @takes(MeshwrightError, fn=((Callable, NoneType), "give a function and its arguments, or write with mw.explain()"))
 def explain(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Explain the communication of eager code.
+    """Record and explain the communication of eager code.
 
-    ``with mw.explain() as why: ...; print(why)``, or ``why = mw.explain(fn, *args)`` to run a function.
+    Use it as a context manager, or pass a function and its arguments. A captured step has `step.explain()`.
+
+    DTensor: `CommDebugMode`.
+
+    Args:
+        fn: Function to run. `None` returns a context manager.
+        *args: Arguments of `fn`.
+        **kwargs: Keyword arguments of `fn`.
 
     Returns:
-        A context manager that gives an :class:`Explanation`, or the explanation of the call.
+        A context manager that gives an [Explanation][meshwright.Explanation], or the explanation of the call.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"tp": 2})
+
+
+        def forward():
+            model = mw.shard_module(nn.Linear(8, 4), mesh, {"weight": {"tp": mw.Shard(1)}})
+            with mw.explain() as why:
+                model(torch.ones(2, 8)).relu()
+            return str(why)
+
+
+        print(mw.simulate(forward, mesh)[0])  # one all_reduce, its line, and why: relu is not linear
+        ```
     """
     if fn is None:
         return _explaining()
@@ -51,23 +73,34 @@ def explain(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> 
 
 @contextlib.contextmanager
 def explicit(budget: Budget | None = None) -> Iterator[None]:
-    """Inside, communication that no ``reshard``, ``unshard`` or ``constrain`` asked for is an ExplicitError.
+    """Raise on communication inside that no `reshard`, `unshard` or `constrain` asked for.
 
-    The error is raised before anything is sent, and on all ranks: it follows from layouts alone.
+    The error comes before anything is sent, on all ranks, as it follows from layouts only.
 
-    ::
-
-        with mw.explicit(budget={"tp": {"all_reduce": 4_000_000}, "dp": 1_000_000}):
-            step(batch)  # eager or captured, its capture too
+    JAX: explicit sharding mode.
 
     Args:
-        budget: what may be sent inside instead, asked for or not, as :func:`~meshwright.explanation.check_budget` takes
-            it: axes to bytes, or to bytes by kind.  Conversions are held against it before they are sent, a captured
-            step before it runs, all that ran, gradients included, when the block ends, where all ranks meet.
+        budget: What may be sent inside, asked for or not: axes to bytes, or axes to kinds to bytes. Conversions are
+            compared with it before they are sent, and a captured step before it runs. When the block ends, everything
+            that was sent is compared, gradients included; all ranks meet there.
 
     Raises:
-        ExplicitError: on all ranks; what is too much names the collective, its line, and the layout that avoids it.
-        MeshwrightError: a budget of axes or kinds that do not exist.
+        ExplicitError: On all ranks. Names the collective, its line, and the layout that avoids it.
+        MeshwrightError: If the budget names axes or kinds that do not exist.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2})
+
+
+        def total():
+            x = mw.shard_tensor(torch.ones(4), mesh, {"dp": mw.Shard(0)})
+            with mw.explicit(budget={"dp": {"all_reduce": 1_000}}):  # at most 1,000 bytes
+                return x.sum().item()
+
+
+        assert mw.simulate(total, mesh) == [4.0, 4.0]
+        ```
     """
     if budget is None:
         before, runtime.RT.explicit = runtime.RT.explicit, True

@@ -11,7 +11,30 @@ from .text import as_text, report
 
 
 class Explanation(Account):
-    """Communication of a step or of a piece of eager code, and what it costs; printed, it is the short form."""
+    """The communication of a step or of eager code, with its cost. Printing it gives the short form.
+
+    `mw.explain` and `step.explain()` return one.
+
+    Attributes:
+        counts: Number of collectives and bytes, by kind and by axis.
+        memory: Bytes on this rank by purpose; captured steps only.
+        ledger: Each request of a captured step, and its effect.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2})
+
+
+        def reduce():
+            x = mw.shard_tensor(torch.ones(4), mesh, {"dp": mw.Shard(0)})
+            with mw.explain() as why:
+                x.sum().item()
+            return why.counts.kinds
+
+
+        assert mw.simulate(reduce, mesh)[0]["all_reduce"] == 1
+        ```
+    """
 
     def text(self, width: int = 100, *, color: bool = False) -> str:
         """The report for a terminal of ``width`` columns."""

@@ -184,13 +184,26 @@ def run_alike(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def reproducible_random() -> Iterator[None]:
-    """Inside, dropout of plain tensors uses the masks that distributed tensors get from the same seed.
+    """Make dropout of plain tensors draw the masks that DistTensors draw from the same seed.
 
-    A run on one device then equals a distributed one, whatever the mesh::
+    A run on one device then equals a distributed run on any mesh.
 
+    Examples:
+        ```python
+        x = torch.ones(100)
         torch.manual_seed(0)
         with mw.reproducible_random():
-            loss = loss_fn(model(x), y)     # the same loss as on any mesh
+            one = F.dropout(x, 0.5)
+        mesh = mw.Mesh({"dp": 2})
+
+
+        def dropped():
+            torch.manual_seed(0)
+            return mw.unshard(F.dropout(mw.shard_tensor(x, mesh, {"dp": mw.Shard(0)}), 0.5))
+
+
+        assert torch.equal(mw.simulate(dropped, mesh)[0], one)
+        ```
     """
     with (_uncompiled() if "torch._dynamo" in sys.modules else _Reproducible)():
         yield

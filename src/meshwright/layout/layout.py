@@ -27,18 +27,26 @@ Placements = Union[Mapping[str, Any], Sequence[Any], "Layout", Placement]
 
 
 class Layout:
-    """All placements of a tensor on a mesh.
+    """The placements of a tensor on all axes of a mesh.
+
+    DTensor: the `placements` of a `DTensor`, with the mesh.
 
     Args:
-        mesh: the mesh.
-        placements: a mapping from axis name (axes not named are Replicate), or one placement per axis.
-        order: dim to the axes that split it, major first; default: mesh order.
-        ndim: number of dims of the tensor, where known; lets negative dims be resolved.
+        mesh: The mesh.
+        placements: Axis name to placement, or one placement per axis. Axes that are not named are `Replicate()`.
+        order: Dim to the axes that shard it, major first. Default: mesh order.
+        ndim: Number of dims of the tensor. With it, negative dims are resolved.
 
     Raises:
-        LayoutError: a placement for a dim that does not exist, an order that names other axes, Partial by reductions
-            that do not commute.
-        MeshError: an unknown axis.
+        LayoutError: If a dim does not exist, `order` names other axes, or Partial reductions do not commute.
+        MeshError: If an axis does not exist.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2, "tp": 2})
+        layout = mw.Layout(mesh, {"dp": mw.Shard(0), "tp": mw.Shard(1)})
+        assert layout.local_shape((5, 4), (0, 1)) == (3, 2)  # of the rank at dp=0, tp=1
+        ```
     """
 
     __slots__ = ("__weakref__", "_hash", "blocks", "mesh", "ndim", "order", "placements", "replicated", "whole")

@@ -50,11 +50,28 @@ def commute(*placements: Placement) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The axis splits ``dim`` into ``torch.chunk`` parts, one per rank.
+    """Placement: the axis shards `dim` into `torch.chunk` parts, one per rank. Parts may be uneven or empty.
 
-    ``blocks``: lengths of the blocks that the dim is made of, each split by itself: a rank holds its part of each, one
-    after the other.  So lie queries, keys and values that are one weight, ``Shard(0, blocks=(64, 32, 32))``: whoever
-    takes them apart has them split.  No other axis may split that dim.
+    DTensor: `Shard`.
+
+    Args:
+        dim: Dim of the tensor; negative dims count from the end.
+        blocks: Lengths of blocks along `dim` that are sharded one by one, for fused weights. With queries, keys and
+            values in one weight, `Shard(0, blocks=(64, 32, 32))` gives each rank its part of each. No other axis may
+            shard that dim.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"tp": 2})
+        qkv = torch.arange(8.0)  # 4 rows of queries, 2 of keys, 2 of values
+
+
+        def parts():
+            return mw.shard_tensor(qkv, mesh, {"tp": mw.Shard(0, blocks=(4, 2, 2))}).to_local().tolist()
+
+
+        assert mw.simulate(parts, mesh) == [[0, 1, 4, 6], [2, 3, 5, 7]]
+        ```
     """
 
     dim: int
@@ -79,7 +96,17 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every rank of the axis holds the same values."""
+    """Placement: every rank of the axis holds the same values. The default of axes that are not named.
+
+    DTensor: `Replicate`.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2, "tp": 2})
+        layout = mw.Layout(mesh, {"tp": mw.Shard(0)})
+        assert layout.placements == (mw.Replicate(), mw.Shard(0))
+        ```
+    """
 
     def __repr__(self) -> str:
         return "Replicate()"
@@ -87,7 +114,28 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The value is the reduction (``op``) over what the ranks of the axis hold."""
+    """Placement: each rank of the axis holds a contribution; their reduction is the value.
+
+    Ops that are linear keep it, so the reduction happens as late as possible. See the page on Partial.
+
+    DTensor: `Partial`.
+
+    Args:
+        op: Reduction, one of `"sum"`, `"avg"`, `"min"`, `"max"`, `"product"`, `"any"`, `"all"`.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2})
+
+
+        def add_ranks():
+            x = mw.from_local(torch.tensor([1.0 + mw.rank()]), mesh, {"dp": mw.Partial()})
+            return mw.unshard(x).item()  # 1 + 2
+
+
+        assert mw.simulate(add_ranks, mesh) == [3.0, 3.0]
+        ```
+    """
 
     op: str = "sum"
 
@@ -101,9 +149,26 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """The rank at ``index`` of the axis holds the whole value; the others hold nothing: no rows of it.
+    """Placement: the rank at `index` of the axis holds the full value; the others hold no rows of it.
 
-    It splits no dim, so no op computes on it: what is stored so is seen whole (``Replicate``) or by nobody.
+    No op computes on such a value. Ops see it replicated, or only at its pipeline stage. `compile_step(stages=)` uses
+    it to store parameters at their stage.
+
+    Args:
+        index: Index of the rank along the axis, from 0.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"pp": 2})
+
+
+        def store_on_first():
+            x = mw.shard_tensor(torch.ones(3), mesh, {"pp": mw.At(0)})
+            return x.to_local().numel(), mw.unshard(x).sum().item()
+
+
+        assert mw.simulate(store_on_first, mesh) == [(3, 3.0), (0, 3.0)]
+        ```
     """
 
     index: int

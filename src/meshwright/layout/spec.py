@@ -20,14 +20,27 @@ _AS_IT_IS: Wires = (None, None)
 
 
 class Spec:
-    """Global shape, dtype and layout of a tensor.  Interned: equal specs are the same object.
+    """Global shape, dtype and layout of a tensor. Equal specs are the same object.
 
-    ``reduced`` and ``undecided`` are bit masks over mesh axes and refine ``Replicate`` for gradients (see the
-    design page, *types of Replicate*): bit set in ``reduced``: the gradient is born Partial on that axis;
-    clear: the gradient is replicated.  ``undecided`` axes (leaves that no op has used yet) may become either.
-    ``sums`` is the least dtype in which what ranks hold is summed, of the value and of its gradient; None: their own.
-    ``wires`` are the formats in which what ranks hold travels where it is summed, of the value (``wire``) and of its
-    gradient (``grad_wire``), which swaps them; None: as it is.
+    `x.spec` is that of a DistTensor. `infer_forward` takes specs in place of tensors.
+
+    DTensor: `DTensorSpec`.
+
+    Args:
+        shape: Global shape.
+        dtype: Dtype.
+        layout: Mesh and placements.
+        reduced: Bit mask over axes: the gradient starts Partial on them. See *types of Replicate* in the design.
+        undecided: Bit mask over axes on which either is still possible, as for leaves that no op has used.
+        sums: Least dtype in which the value and its gradient are summed over ranks. Default: their own.
+        wires: Communication formats of the value (`wire`) and of its gradient (`grad_wire`). Default: their own dtype.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2})
+        spec = mw.Spec((4, 2), torch.float32, mw.Layout(mesh, {"dp": mw.Shard(0)}))
+        assert spec.local_shape((1,)) == (2, 2)
+        ```
     """
 
     __slots__ = (

@@ -34,16 +34,26 @@ class LayoutLine:
 
 
 class LayoutTable(MutableMapping[str, Mapping[str, Placement]]):
-    """Layouts of the parameters and buffers of a model, and of its batch: what :func:`meshwright.layouts` returns.
+    """The layouts of a model's parameters, buffers and batch. `mw.layouts` returns one.
 
-    A mapping from globs of names to placements, as ``shard_module`` and ``compile_step`` take it, and to be edited as
-    one: ``table["head.weight"] = {"tp": mw.Replicate()}``, ``del table["head.weight"]``.
+    It is a mapping from globs of names to placements. `shard_module` and `compile_step` take it. Edit it as a dict:
+    `table["head.weight"] = {"tp": mw.Replicate()}`, `del table["head.weight"]`.
 
     Attributes:
-        mesh: axis to size, of the mesh that it was made for.
-        lines: glob to line.
-        batch: placements of the batch: of all its tensors, or of each by its name.
-        notes: what else there is to say, such as an axis that nothing is split over.
+        mesh: Axis name to size, of the mesh it was made for.
+        lines: Glob to line, with the reason.
+        batch: Placements of all batch tensors, or of each by name.
+        notes: Remarks, such as an axis that shards nothing.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2, "tp": 2})
+        net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        table = mw.layouts(net, mesh, torch.ones(4, 8), lambda model, x: model(x).sum())
+        table["2.bias"] = {"tp": mw.Replicate()}
+        table.save("plan.toml")
+        assert mw.load_layouts("plan.toml")["0.weight"] == table["0.weight"]
+        ```
     """
 
     def __init__(
@@ -127,19 +137,30 @@ class LayoutTable(MutableMapping[str, Mapping[str, Placement]]):
 
 
 def load_layouts(path: str | os.PathLike[str]) -> LayoutTable:
-    """The table that :meth:`LayoutTable.save` wrote, or that was written by hand::
+    """Read a table of layouts that `LayoutTable.save` wrote, or that you wrote by hand.
 
+    `shard_module`, `compile_step` and the command line also take the path itself.
+
+    Args:
+        path: A TOML file.
+
+    Raises:
+        LayoutError: If the file cannot be read, is no TOML, or holds no valid layout. Names the file and the key.
+
+    Examples:
+        ```python
+        from pathlib import Path
+
+        Path("plan.toml").write_text('''
         mesh = { dp = 2, tp = 2 }
         [batch]
         "*" = { dp = "Shard(0)" }
         [layouts]
         "layers.*.up.weight" = { tp = "Shard(0)" }
         "layers.*.down.weight" = { tp = "Shard(1)" }
-
-    ``shard_module``, ``compile_step`` and the command line take the path itself.
-
-    Raises:
-        LayoutError: it cannot be read, is not TOML, or says what no layout is; names the file and the key.
+        ''')
+        assert mw.load_layouts("plan.toml")["layers.*.up.weight"] == {"tp": mw.Shard(0)}
+        ```
     """
     try:
         found = tomllib.loads(read_regular(Path(path)).decode())

@@ -17,16 +17,22 @@ CASTS = (torch.bfloat16, torch.float16)  # dtypes that are wires by themselves
 
 @dataclass(frozen=True)
 class Float8:
-    """Values in 8 bits (e4m3), each block of them with a power of two in one byte by which they are scaled.
+    """Communication format: 8 bits per value (e4m3), and one scale of one byte per block.
 
-    The scale of a block is the least power of two with which its largest finite value is within reach, after the
-    formats of the Open Compute Project (Rouhani et al., Microscaling Data Formats, 2023).
+    The scale is the smallest power of two that brings the largest finite value of the block within reach. The format
+    follows the Open Compute Project (Rouhani et al., Microscaling Data Formats, 2023).
 
     Attributes:
-        block: elements that share a scale.
+        block: Number of elements that share a scale, 1 to 65536.
 
     Raises:
-        LayoutError: a block that is no number from 1 to 65536.
+        LayoutError: If `block` is out of range.
+
+    Examples:
+        ```python
+        precision = mw.Precision(grad_comm=mw.Float8(block=32))  # gradients are sent as float8
+        assert precision.grad_comm.block == 32
+        ```
     """
 
     block: int = 128

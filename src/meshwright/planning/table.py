@@ -38,41 +38,38 @@ def layouts(
     data: str | None = "dp",
     tensor: str | None = "tp",
 ) -> LayoutTable:
-    """Find how a model's parameters are best split on a mesh; nothing is changed, sent or allocated.
+    """Find layouts of a model's parameters for a mesh. Nothing is changed, sent or allocated.
 
-    The step of one device is captured, and dims that its ops can split together are followed through it: the outputs of
-    one weight, the heads, the inputs of the weight that comes after.  Such a pair is split in the middle, as
-    Megatron-LM does (Shoeybi et al., 2019), so that only its end is summed; heads and embeddings are split over the
-    vocabulary.  What could be split only by gathering values stays whole, and the table says what that would be.
-    Names and classes mean nothing to it, but a plan that the model brings itself (``base_model_tp_plan`` of
-    transformers) goes first wherever it sends no more.
+    It captures the step of one device and follows dims that ops can shard together: the outputs of one weight, the
+    heads, the inputs of the next weight. Such a pair is sharded in the middle (Megatron-LM, Shoeybi et al., 2019), so
+    only its end is reduced. Heads and embeddings are sharded over the vocabulary. Dims that would need an all-gather
+    stay replicated, and the table says what sharding them would send. A plan that the model has (`base_model_tp_plan`
+    of Transformers) wins wherever it sends no more. A step that cannot be captured is planned block by block.
 
     Args:
-        model: for one device; plain, or on the meta device.
-        mesh: need not be connected.
-        batch: an example: a tensor, or tuples, lists and dicts of tensors; global shapes.
-        loss_fn: as for ``compile_step``; None: the model gives the loss.
-        data: axis over which the batch is split.
-        tensor: axis over which parameters are split.  Neither ``dp`` nor ``tp`` has to be one of the mesh.
+        model: A module for one device, or on the meta device.
+        mesh: The mesh; it need not be connected.
+        batch: Example: a tensor, or nested tuples, lists and dicts of tensors, with global shapes.
+        loss_fn: As for [compile_step][meshwright.compile_step].
+        data: Axis that shards the batch. It need not exist.
+        tensor: Axis that shards parameters. It need not exist.
 
     Returns:
-        A mapping from globs to placements, which ``shard_module(model, mesh, table)`` and ``compile_step(...,
-        layouts=table)`` take.  Printed it is a table with the reason of each line; ``table.save("plan.toml")`` writes
-        it, ``mw.load_layouts`` reads it.
-
-    A step that cannot be captured is taken block by block, where a run of it on one device shows what they are
-    called with.
+        A [LayoutTable][meshwright.LayoutTable] for `shard_module(model, mesh, table)` and
+        `compile_step(layouts=table)`. `print(table)` shows the reason of each line. `table.save("plan.toml")` writes
+        it, `mw.load_layouts` reads it.
 
     Raises:
-        CaptureError: neither the step nor a block of it can be captured; names the line.
-        LayoutError: arguments of another kind, an axis that the mesh does not have.
+        CaptureError: If neither the step nor a block can be captured. Names the line.
+        LayoutError: If an argument has another type, or the mesh has no such axis.
 
-    Example::
-
+    Examples:
+        ```python
         mesh = mw.Mesh({"dp": 2, "tp": 2})
-        table = mw.layouts(model, mesh, batch, loss_fn)
-        print(table)
-        step = mw.compile_step(model, loss_fn, optimizer, batch, mesh=mesh, layouts=table)
+        net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        table = mw.layouts(net, mesh, torch.ones(4, 8), lambda model, x: model(x).sum())
+        assert table["0.weight"] == {"tp": mw.Shard(0)} and table["2.weight"] == {"tp": mw.Shard(1)}
+        ```
     """
     for name, axis, usual in (("data", data, "dp"), ("tensor", tensor, "tp")):
         if axis not in (None, usual, *mesh.axes):

@@ -162,53 +162,92 @@ def compile_step(
     backend: str | None = None,
     check: Check = "first",
 ) -> CompiledStep:
-    """Capture a training step of ``model`` on a mesh as one static program, which ``loss = step(batch)`` runs.
+    """Capture one training step as a static program per rank. `loss = step(batch)` runs it.
 
-    Args:
-        model: for one device: plain (the same on every rank), on the meta device, or from
-            ``shard_module(sync=False)``.  Its parameters are laid on the mesh, as completion decides.
-        loss_fn: ``loss_fn(model, batch)`` gives the loss, or a tuple or dict that begins with it.  None: the model
-            does, called as ``model(**batch)`` with a dict, ``model(*batch)`` with a tuple or a list, else
-            ``model(batch)``.
-        optimizer: of the model's parameters; several, each with its own, as a list; None: gradients only.  SGD, Adam
-            and AdamW become part of the program; others, and those with step hooks, run after it, on local tensors.
-        example_batch: a tensor, or tuples, lists and dicts of tensors, of global shapes; values do not matter.
-        mesh: connected (or simulated).
-        layouts: glob over names of parameters, buffers, batch tensors (``batch.0``) or values of the program to
-            placements.  All others follow by completion.  Or a table of :func:`layouts`, or its file.
-        batch: placements of all batch tensors (those of the table, unless given); or glob over their names to
-            placements: ``{"input_ids": {"dp": mw.Shard(0)}}`` of a dict, ``"0"`` of a tuple, ``"images.pixels"`` of
-            what is nested.
-        inputs, outputs: glob over module names to placements of their inputs and outputs.
-        fsdp: store parameters split over this axis, or these, gather them for use (ZeRO-3); or glob of names of
-            parameters or modules to those.
-        offload: ``"cpu"``: store parameters, their gradients and the optimizer's states in the memory of the host,
-            copy parameters to the device for use, and update them on the host; or glob of names to that.
-        reshard_after_forward: with ``fsdp`` or ``offload``: gather and copy again for the backward, keeping nothing.
-        shard_states: split the optimizer's states over this axis, or these, and with them gradients and the update
-            (ZeRO-1/2).
-        offload_states: ``"cpu"``: keep the optimizer's states in the memory of the host, and update there.
-        elementwise: an optimizer of a class of your own treats elements one by one, as for ``shard_optimizer``.
-        clip_grad_norm: clip the global norm of the gradients before the update.
-        gradients: set ``parameter.grad`` after each step.
-        loss_scale: ``"dynamic"``, a number or a :class:`LossScale`: the backward starts from it, and an update whose
-            gradients are not finite, on whatever rank, is skipped on all; the host waits for nothing.
-        precision, init: as for ``shard_module``; micro-steps accumulate in the precision's ``reduce``.
-        strategies: of ops that can be computed in several ways, which one an axis takes, as for ``mw.strategies``.
-        passes: passes, or texts such as ``"data-parallel-optimization:bucket_bytes=4194304"``; applied in the order
-            that they declare, then as listed.  Or a :class:`PassManager`.
-        stages: the mesh axis of a pipeline to the list of modules that its stages share out, ``{"pp":
-            "model.layers"}``, or to globs of names of modules and the stage of each, ``{"pp": {"encoder": 0, "decoder":
-            1}}``, or to ``"auto"``: stages that take equally long.  Parameters and their states are stored at their
-            stage alone (``mw.At``), and seen by all.
-        backend: ``"inductor"`` compiles what lies between collectives.
-        check: compare the loss and each gradient with those of the same program without ``passes``, on all ranks and
-            before the update: in the ``"first"`` call of each capture, in each call (``"always"``), or not (False).
+    The program holds forward, backward, collectives and the update. Layouts that you do not give are inferred. The step
+    must do the same work every time: no branches on tensor values.
+
+    PyTorch: `torch.compile` of a whole step, with sharding.
+
+    Args: Model and data
+        model: A module for one device, the same on every rank, or on the meta device, or from
+            `shard_module(sync=False)`. Its parameters are sharded in place.
+        loss_fn: `loss_fn(model, batch)` returns the loss, or a tuple or dict that starts with it. `None`: the model
+            computes the loss; it is called as `model(**batch)`, `model(*batch)` or `model(batch)`.
+        optimizer: One, a list, or `None` (gradients only). SGD, Adam and AdamW run inside the program. Others, and
+            those with step hooks, run after it on local tensors.
+        example_batch: A tensor, or nested tuples, lists and dicts of tensors, with global shapes. Values do not matter.
+
+    Args: Layouts
+        mesh: A connected or a simulated mesh.
+        layouts: Globs of parameters, buffers, batch tensors (`batch.0`) or values of the program to placements; or a
+            [LayoutTable][meshwright.LayoutTable] or the path of one. The last glob that matches wins.
+        batch: Placements of all batch tensors, or globs of their names: `{"input_ids": {"dp": mw.Shard(0)}}` for a
+            dict, `"0"` for a tuple, `"images.pixels"` for nested ones. Default: those of the table.
+        inputs: As for [shard_module][meshwright.shard_module].
+        outputs: As for `shard_module`.
+        strategies: Algorithm of an op on an axis, as for [strategies][meshwright.strategies].
+        stages: Pipeline axis to a list of modules (`{"pp": "model.layers"}`), to globs with stages (`{"pp": {"encoder":
+            0, "decoder": 1}}`), or to `"auto"`, which balances time. Parameters and optimizer states are stored at
+            their stage only.
+
+    Args: Storage (ZeRO, offload)
+        fsdp: Axis or axes over which parameters are stored sharded and all-gathered for use (ZeRO-3); or globs of names
+            of parameters or modules to axes. FSDP2: `fully_shard`.
+        offload: `"cpu"` stores parameters, gradients and optimizer states on the CPU and updates there; or globs of
+            names. FSDP2: `CPUOffloadPolicy`.
+        reshard_after_forward: With `fsdp` or `offload`: free parameters after forward, and gather or copy them again
+            for backward. FSDP2: `reshard_after_forward`.
+        shard_states: Axis or axes over which optimizer states, gradients and the update are sharded (ZeRO-1/2).
+        offload_states: `"cpu"` keeps optimizer states and the update on the CPU.
+        elementwise: Declare an optimizer class of your own elementwise, so that it may run on shards.
+
+    Args: Numerics
+        precision: As for `shard_module`. Micro-batches accumulate in its `reduce`. FSDP2: `MixedPrecisionPolicy`.
+        init: As for `shard_module`.
+        loss_scale: `"dynamic"`, a number or a [LossScale][meshwright.LossScale]. An update with non-finite gradients on
+            any rank is skipped on all, without waiting for the CPU. PyTorch: `GradScaler`.
+        clip_grad_norm: Maximum global norm of the gradients. Default: no clipping.
+        gradients: Set `parameter.grad` after each step.
+
+    Args: Program
+        passes: Passes, or texts such as `"data-parallel-optimization:bucket_bytes=4194304"`; or a `PassManager`. They
+            run in the order they declare, then as listed.
+        backend: `"inductor"` compiles the code between collectives.
+        check: Compare loss and gradients with those of the program without `passes`, on all ranks, before the update:
+            `"first"` call of each capture, `"always"`, or `False`.
+
+    Returns:
+        The step. `step(batch)` returns the loss as a DistTensor; `step.explain()`, `step.ledger` and `step.program`
+        describe it.
 
     Raises:
-        PassError: a pass given twice, passes that conflict, one that cannot be applied; in a step, one that changes a
-            gradient.
-        CaptureError, LayoutError, ShardError, DesyncError (programs differ): on all ranks, before anything runs.
+        CaptureError: If the step branches on values. The message names your line.
+        PassError: If passes repeat, conflict or cannot be applied. In a step: if a pass changes a gradient.
+        LayoutError: If a placement does not fit, on all ranks, before anything runs.
+        ShardError: If a glob matches nothing or an option does not fit the model, on all ranks, before anything runs.
+        DesyncError: If programs differ between ranks, on all ranks, before anything runs.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2})
+
+
+        def train():
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            batch = (torch.randn(6, 4), torch.randn(6, 1))
+            step = mw.compile_step(
+                model, lambda model, batch: F.mse_loss(model(batch[0]), batch[1]), optimizer, batch,
+                mesh=mesh, batch={"dp": mw.Shard(0)}, fsdp="dp",
+            )
+            losses = [step(batch).item() for _ in range(5)]  # .item() reduces: call it on every rank
+            return losses[-1] < losses[0]
+
+
+        assert mw.simulate(train, mesh) == [True, True]
+        ```
     """
     if clip_grad_norm is not None and not clip_grad_norm > 0:
         raise ProgramError(f"compile_step: clip_grad_norm={clip_grad_norm}: give the largest norm, a number above 0")
@@ -286,42 +325,55 @@ def capture_local(
     backend: str | None = None,
     check: Check = "first",
 ) -> CompiledStep:
-    """Capture a step that was written by hand for one rank, with calls of ``torch.distributed``.
+    """Capture a step written by hand for one rank, with `torch.distributed` calls.
 
-    ``step_fn(batch)`` does what a step does on this rank, with the model and the optimizer that it closes over::
-
-        def step_fn(batch):
-            loss = loss_of(model(batch[0]), batch[1])
-            loss.backward()
-            for p in model.parameters():
-                dist.all_reduce(p.grad)
-                p.grad /= dist.get_world_size()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-    It runs once on fake tensors, which stand for the parameters, buffers and the batch while it does; nothing is sent
-    and nothing is changed.  Calls of the result then do on real tensors what was recorded.  So Python's own effects
-    (a counter, a print) happen once, and nothing may depend on values (``loss.item()``).
+    `step_fn(batch)` does this rank's work, with the model and optimizer it closes over. It runs once on fake tensors:
+    nothing is sent and nothing changes. Calls of the result then run the recorded program. Python effects such as
+    prints and counters happen once. Nothing may depend on tensor values (`loss.item()`).
 
     Args:
-        step_fn: takes a batch; returns the loss, or a tuple or dict of tensors that begins with it, or None.
-        mesh: its axes are the process groups that the step uses.
-        model: whose parameters and buffers the step changes, in place; several as an ``nn.ModuleList``.
-        optimizer: whose ``step()`` the step calls, once.  SGD, Adam and AdamW become part of the program, others run
-            after it.  Several as a list: all that the step calls.
-        batch: this rank's batch, as an example: shapes, dtypes and structure count.
-        backend: ``"inductor"`` compiles what lies between collectives.
-        passes, check: as for :func:`compile_step`.
+        step_fn: Takes a batch; returns the loss, a tuple or dict of tensors that starts with it, or `None`.
+        mesh: Mesh whose axes are the process groups that the step uses.
+        model: Model whose parameters and buffers the step changes in place. Several: an `nn.ModuleList`.
+        optimizer: Optimizer whose `step()` the step calls once. SGD, Adam and AdamW run inside the program, others
+            after it. Several: a list of all that the step calls.
+        batch: This rank's batch, as an example: shapes, dtypes and structure count.
+        passes: As for [compile_step][meshwright.compile_step].
+        backend: `"inductor"` compiles the code between collectives.
+        check: As for [compile_step][meshwright.compile_step].
 
     Returns:
-        A step: ``loss = step(batch)``, with this rank's batch and loss.
+        A step: `loss = step(batch)`, with this rank's batch and loss.
 
     Raises:
-        PassError: a pass given twice, passes that conflict, one that cannot be applied; in a step, one that changes a
-            gradient.
-        CaptureError: the step reads values, calls what no program can hold, or leaves gradients to the next step.
-        DesyncError: the ranks recorded different steps; before anything runs.
+        PassError: If a pass is given twice, passes conflict or cannot be applied. In a step: if one changes a gradient.
+        CaptureError: If the step reads values, calls what no program can hold, or leaves gradients for the next step.
+        DesyncError: If ranks recorded different steps, before anything runs.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 1})
+
+
+        def train():
+            model = nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def step_fn(batch):
+                loss = model(batch).square().mean()
+                loss.backward()
+                # on several ranks: dist.all_reduce(p.grad) for p in model.parameters()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss
+
+            step = mw.capture_local(step_fn, mesh, model=model, optimizer=optimizer, batch=torch.ones(2, 4))
+            losses = [step(torch.ones(2, 4)).item() for _ in range(3)]
+            return losses[2] < losses[0]
+
+
+        assert mw.simulate(train, mesh) == [True]
+        ```
     """
     mesh = checked_mesh(mesh)
     _check_hosted(model, Plan())

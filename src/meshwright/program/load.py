@@ -37,13 +37,30 @@ _OPS = ("placeholder", "call_function", "output")
 
 @takes(ProgramError, path=((str, Path), "give the path of a file"), mesh=((Mesh, NoneType), "give a mw.Mesh"))
 def load_program(path: str | Path, *, mesh: Mesh | None = None, rank: int | None = None) -> Program:
-    """Read the program that a rank saved, and verify it.
+    """Read the program that a rank saved, and check it.
 
     Args:
-        mesh, rank: what it is to run as, if it is: then it must have been saved on an equal mesh, by that rank.
+        path: File of `save_program`.
+        mesh: Mesh to run it on. Must equal the mesh it was saved on.
+        rank: Rank to run it as. Must be the rank that saved it.
 
     Raises:
-        ProgramError: no such file, one that is damaged or was changed, of another version of torch, mesh or rank.
+        ProgramError: If the file is missing, damaged or changed, or of another torch version, mesh or rank.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 1})
+
+
+        def round_trip():
+            options = {"mesh": mesh, "batch": {"dp": mw.Shard(0)}}
+            step = mw.compile_step(nn.Linear(4, 1), lambda model, x: model(x).sum(), None, torch.ones(2, 4), **options)
+            mw.save_program(step.program, "rank0.mwp")
+            return len(mw.load_program("rank0.mwp").graph.nodes) == len(step.program.graph.nodes)
+
+
+        assert mw.simulate(round_trip, mesh) == [True]
+        ```
     """
     try:
         with os.fdopen(open_regular(path), "rb") as opened, zipfile.ZipFile(opened) as file:

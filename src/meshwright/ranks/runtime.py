@@ -404,14 +404,20 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def rank() -> int:
-    """Return the number of this rank: 0 to the number of ranks - 1.
+    """Return this rank's number, 0 to the number of ranks - 1.
 
-    On simulated ranks it is that of the simulated rank; before the process group is there, what the launcher says; in
-    a script that nobody launched, 0.  Read values on all ranks, and print or write them on one::
+    In `simulate` it is that of the simulated rank. Before the process group exists it is the launcher's; without a
+    launcher it is 0. Read values on every rank; print or write them on one.
 
-        value = loss.item()         # every rank: it may have to be summed over ranks
+    PyTorch: `torch.distributed.get_rank()`.
+
+    Examples:
+        ```python
+        loss = torch.tensor(2.0)
+        value = loss.item()  # every rank calls it: it may have to reduce over ranks
         if mw.rank() == 0:
             print(value)
+        ```
     """
     if "rank" in RT.__dict__ or (dist.is_available() and dist.is_initialized()):
         return RT.rank

@@ -444,24 +444,31 @@ def _refuse_profiler(prepare: Any, name: str) -> Any:
     mesh=(Mesh, 'give a mesh: mw.Mesh({"dp": 2})'),
 )
 def simulate(fn: Callable[[], Any], mesh: Mesh, *, timeout: float = 60.0, check: bool = False) -> list[Any]:
-    """Run ``fn()`` once per rank of ``mesh`` in this process; the results, in the order of the ranks.
+    """Run `fn()` once per rank of `mesh`, in this process, and return the results in rank order.
 
-    Each rank has a thread, but exactly one runs at any time: the ranks take turns where they meet in a
-    collective.  Each rank has its own CPU random generator, and all start from the caller's state; afterwards
-    the caller's generator stands where that of the first rank ended.  Each rank has its own default dtype, anomaly
-    mode and deterministic algorithms, from the caller's, whose own stay.  Each rank counts its own collectives.
+    Each rank is a thread; one runs at a time, and they take turns at collectives. All start from the caller's CPU
+    random state; afterwards the caller has that of rank 0. Default dtype, anomaly mode and deterministic algorithms
+    start from the caller's, whose own do not change. Each rank counts its own collectives.
 
     Args:
-        fn: what a rank does; ``runtime.RT.rank`` says which one it is.
-        timeout: seconds that one rank may run without meeting another (a wrong loop, not a slow network).
-        check: as for ``init_mesh``: compare at every collective what the ranks are about to do, and the values that
-            must be the same.
+        fn: The work of a rank. `mw.rank()` says which rank runs it.
+        mesh: The mesh; it needs no processes.
+        timeout: Seconds that one rank may run without meeting another. It catches endless loops.
+        check: As for [init_mesh][meshwright.init_mesh].
+
+    Returns:
+        A list with the result of each rank.
 
     Raises:
-        Exception: the first exception that any rank raised, with a note naming the rank unless all ranks
-            raised the same; the other ranks see a DesyncError where they wait.
-        DesyncError: the ranks called different collectives, wait for each other, or one finished early.
-        CollectiveError: called from inside a simulation.
+        Exception: The first exception of a rank, with a note that names the rank unless all raised the same.
+        DesyncError: If ranks call different collectives, wait for each other, or one ends early.
+        CollectiveError: If called inside a simulation.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2})
+        assert mw.simulate(lambda: mw.rank() * 10, mesh) == [0, 10]
+        ```
     """
     if runtime.RT.sim is not None and not isinstance(runtime.RT.sim, runtime.Forked):
         raise CollectiveError("simulate was called inside simulate: call it from the outermost level only")

@@ -43,32 +43,42 @@ def attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Scaled dot product attention inside of the documents of a packed sequence, on one device as on many.
+    """Scaled dot product attention within the documents of a packed sequence, on one device and on many.
 
-    Documents lie one after the other in each sequence, and no query sees a key of another document.  They are told by
-    ``document_ids``, or by ``cu_seqlens`` as :func:`torch.nn.attention.varlen.varlen_attn` has them; of Hugging Face's
-    ``position_ids``, which start again, ``(position_ids == 0).cumsum(-1)`` are document ids::
+    Documents follow each other in each sequence. No query sees a key of another document. Give `document_ids` or
+    `cu_seqlens`, as for `torch.nn.attention.varlen.varlen_attn`. For Hugging Face's `position_ids`, use
+    `(position_ids == 0).cumsum(-1)` as document ids. No mask of t x t is built.
 
-        y = mw.attention(q, k, v, document_ids=ids)                  # no mask of t x t is made
-        y = mw.attention(q, k, v, cu_seqlens=torch.tensor([0, 5, 12, 16]), window=4)
+    PyTorch: `F.scaled_dot_product_attention`, `varlen_attn`.
 
     Args:
         query: (..., heads, t, d).
-        key, value: (..., heads, t, d); fewer heads, of which each serves several of the query.
-        document_ids: (..., t) whole numbers that do not decrease along the sequence; one for all sequences, (t,).
-        cu_seqlens: (documents + 1,): where documents begin, the same for all sequences: 0, then the end of each.
-            Positions after the last end are a document of their own.
-        is_causal: queries see keys up to their own; else all of their document.
-        window: of these at most so many, their own included.
-        dropout_p: probability that a weight is dropped; a mask is made for it, in parts.
-        scale: of the scores; 1 / sqrt(d) where not given.
+        key: (..., heads, t, d), or fewer heads that each serve several query heads.
+        value: As `key`.
+        document_ids: (..., t) integers that do not decrease along the sequence; or (t,), for all sequences.
+        cu_seqlens: (documents + 1,), the start of each document and the end of the last: 0, 5, 12, 16. The same for all
+            sequences. Positions after the last end form one more document.
+        is_causal: Queries see keys up to their own position. `False`: all keys of their document.
+        window: Maximum number of these keys, the query's own position included.
+        dropout_p: Dropout probability of the weights; a mask is drawn in parts.
+        scale: Scale of the scores. Default: 1 / sqrt(d).
 
     Returns:
-        (..., heads, t, d), laid as the query is.
+        (..., heads, t, d), with the layout of the query.
 
     Raises:
-        DispatchError: shapes that do not fit together; or, on all ranks, ids that decrease.
-        DesyncError: on all ranks: they were given different ids.
+        DispatchError: If shapes do not fit. On all ranks: if ids decrease.
+        DesyncError: On all ranks, if they pass different ids.
+
+    Examples:
+        ```python
+        q = k = v = torch.randn(2, 4, 16, 8)
+        ids = torch.tensor([0] * 5 + [1] * 11)  # two documents, of 5 and 11 tokens
+        y = mw.attention(q, k, v, document_ids=ids, window=4)
+        assert y.shape == (2, 4, 16, 8)
+        same = mw.attention(q, k, v, cu_seqlens=torch.tensor([0, 5, 16]), window=4)
+        torch.testing.assert_close(y, same)
+        ```
     """
     t = query.shape[-2]
     given = document_ids if cu_seqlens is None else cu_seqlens

@@ -42,33 +42,38 @@ def experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """The weighted sum of what the chosen experts make of each token.
+    """Compute a mixture of experts: the weighted sum of each token's experts.
 
-    Expert ``e`` is ``down[e] @ (act(gate) * up)``, where ``gate`` and ``up`` are the halves of ``gate_up[e] @ x``; or
-    ``down[e] @ act(gate_up[e] @ x)`` where ``gate_up`` has as many rows as ``down`` has columns.  With experts split,
-    ``{"*.experts.*": {"ep": mw.Shard(0)}}``, each rank computes its own (expert parallelism)::
-
-        scores, ids = router(x).softmax(-1).topk(2)
-        y = mw.experts(x, ids, scores, gate_up, down)
+    Expert `e` computes `down[e] @ (act(gate) * up)`, where `gate` and `up` are the halves of `gate_up[e] @ x`. Without
+    a gate it computes `down[e] @ act(gate_up[e] @ x)`; `gate_up` then has as many rows as `down` has columns. With
+    sharded experts, `{"*.experts.*": {"ep": mw.Shard(0)}}`, each rank computes its own (expert parallelism).
 
     Args:
-        x: the tokens, (..., c).
-        ids: which experts, (..., k), whole numbers; one that is no expert's counts for nothing.
-        weights: of each of these, (..., k).
-        gate_up: (experts, 2 m, c), or (experts, m, c) without a gate; or with the halves apart, (experts, 2, m, c) or
-            (experts, 1, m, c), so that ``m`` may be split too: ``mw.Shard(2)``, and of ``down`` as well.
+        x: Tokens, (..., c).
+        ids: Experts of each token, (..., k), integers. Ids of no expert contribute nothing.
+        weights: Weight of each, (..., k).
+        gate_up: (experts, 2 m, c), or (experts, m, c) without a gate. With separate halves: (experts, 2, m, c) or
+            (experts, 1, m, c), so that `m` can be sharded too: `mw.Shard(2)`, also of `down`.
         down: (experts, c, m).
-        act: name of a function of each element in ``torch.nn.functional``; or a function without parameters, the same
-            object in each call: of each element of the gate, (r, m) to (r, m); with fused halves of all products,
-            (r, 2 m) to (r, m).
-        gate_up_bias: (experts, 2 m), or (experts, 2, m), as ``gate_up``.
+        act: Name of an elementwise function in `torch.nn.functional`. Or a function without parameters, the same object
+            in every call: of each element of the gate, (r, m) to (r, m); with fused halves of all products, (r, 2 m) to
+            (r, m).
+        gate_up_bias: (experts, 2 m) or (experts, 2, m), as `gate_up`.
         down_bias: (experts, c).
 
     Returns:
-        (..., c), of the dtype of ``x`` and laid as ``x`` is.
+        (..., c), with dtype and layout of `x`.
 
     Raises:
-        DispatchError: shapes that do not fit together, or an ``act`` that cannot be used.
+        DispatchError: If shapes do not fit, or `act` cannot be used.
+
+    Examples:
+        ```python
+        x, router = torch.randn(10, 4), nn.Linear(4, 3)
+        gate_up, down = torch.randn(3, 2 * 8, 4), torch.randn(3, 4, 8)
+        weights, ids = router(x).softmax(-1).topk(2)
+        assert mw.experts(x, ids, weights, gate_up, down).shape == (10, 4)
+        ```
     """
     each = isinstance(act, str) or gate_up.ndim == 4
     parts = _checked(x, ids, weights, gate_up, down, each, gate_up_bias, down_bias)
@@ -297,18 +302,21 @@ def _dense(
 
 
 def expert_load(ids: Tensor, experts: int) -> Tensor:
-    """How many tokens each expert computes, over all ranks: for logs, and for routers that are balanced by a bias.
+    """Count the tokens that each expert computes, over all ranks.
+
+    Use it for logs, and for routers that balance by a bias. In a captured step, return it from `loss_fn`.
 
     Args:
-        ids: which experts, of any shape, whole numbers; those that are none's are not counted.
-        experts: their number.
+        ids: Expert of each token, integers of any shape. Ids outside 0 to `experts - 1` are not counted.
+        experts: Number of experts.
 
     Returns:
         (experts,), int64.
 
-    Example::
-
-        load = mw.expert_load(ids, 8)   # of a captured step: one of the values that loss_fn returns
+    Examples:
+        ```python
+        assert mw.expert_load(torch.tensor([0, 2, 2, -1]), 3).tolist() == [1, 0, 2]
+        ```
     """
     if ids.is_floating_point() or experts < 1:
         raise DispatchError(

@@ -41,27 +41,38 @@ def init_mesh(
     axes: dict[str, int], *, device: str = "cpu", timeout: float | None = None, check: bool = False,
     watch: float | None = 10.0,
 ) -> Mesh:  # fmt: skip
-    """A mesh over the running processes: those of the process group, or those that a launcher started.
+    """Create a mesh over the running processes.
 
-    Without a process group it makes one, from what torchrun, ``accelerate launch``, mpirun or srun say (see
-    ``docs/launchers.md``).
+    It uses the process group if there is one. Else it creates one, from the environment of torchrun, `accelerate
+    launch`, mpirun or srun (see the page on launchers).
+
+    DTensor: `init_device_mesh`.
 
     Args:
-        axes: axis name to size; the product must be the number of processes.
-        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL; a process group of gloo that is there will do, and lets processes
-            share a GPU).  Of several GPUs the process gets that of its local rank.
-        timeout: seconds that a rank waits in a collective for the others before it raises; 300 unless given.  Ranks
-            that disagree are told within seconds, so it only bounds how long a rank may be stopped, or do something
-            alone (write a checkpoint, read data).  After 30 seconds a warning says who waits for whom.
-        check: compare at every collective what the ranks are about to do, and by digest the values that must be the
-            same (see ``docs/agreement.md``).  Slower: to find out what is wrong.
-        watch: seconds that a process may be stopped, or a machine silent, until it counts as lost; a process that
-            dies is noticed at once, and all ranks leave (see ``docs/faults.md``).  None: nobody watches.  The first
-            call for a process group says.
+        axes: Axis name to size, outermost first. The product must be the number of processes.
+        device: `"cpu"` (gloo) or `"cuda"` (NCCL). A gloo group that exists already also serves CUDA, and lets processes
+            share a GPU. Of several GPUs, the process uses that of its local rank.
+        timeout: Seconds a rank waits in a collective before it raises. Default: 300. Ranks that diverge raise within
+            seconds anyway, so it only bounds how long a rank may be stopped or work alone (write a checkpoint, read
+            data). After 30 seconds a warning names who waits for whom.
+        check: Compare before every collective what ranks are about to do, and digests of values that must be equal.
+            Slower; for debugging.
+        watch: Seconds until a stopped process or a silent machine counts as lost, at least 1. A dead process is noticed
+            at once, and all ranks leave. `None` turns it off. The first call for a process group decides.
 
     Raises:
-        MeshError: on every rank, when the mesh does not match the number of processes.
-        DesyncError: on every rank, when they were started with different arguments.
+        MeshError: On every rank, if the sizes do not match the number of processes.
+        DesyncError: On every rank, if ranks pass different arguments.
+
+    Examples:
+        ```python
+        def train():
+            mesh = mw.init_mesh({"dp": 2, "tp": 2})  # torchrun --nproc-per-node 4 train.py
+            return mesh.size
+
+
+        assert mw.simulate(train, mw.Mesh({"dp": 2, "tp": 2})) == [4] * 4  # or without processes
+        ```
     """
     import torch.distributed as dist
 
@@ -116,21 +127,36 @@ def _agree(what: str, value: Any, mesh: Mesh) -> None:
 
 @takes(LayoutError, t=_TENSOR, mesh=MESH_WANTED)
 def shard_tensor(t: Tensor, mesh: Mesh, placements: Placements, *, order: Any = None, check: bool = True) -> DistTensor:
-    """Lay a global tensor on a mesh.
+    """Create a DistTensor from a global tensor that every rank has.
+
+    DTensor: `distribute_tensor`. JAX: `jax.device_put` with a `NamedSharding`.
 
     Args:
-        t: the global tensor, the same on every rank.
-        mesh: the mesh.
-        placements: axis name to placement (axes not named: Replicate), or one per axis.
-        order: dim to the axes that split it, major first.
-        check: compare shapes, dtypes, placements and, by digest, values between ranks (one small exchange).
+        t: The global tensor, the same on every rank.
+        mesh: The mesh.
+        placements: Axis name to placement (default: `Replicate`), or one per axis.
+        order: Dim to the axes that shard it, major first.
+        check: Compare shapes, dtypes, placements and digests of values between ranks, with one small exchange.
 
     Returns:
-        A leaf that holds a copy of this rank's part; requires grad if ``t`` does.
+        A leaf that holds a copy of this rank's shard. It requires grad if `t` does.
 
     Raises:
-        LayoutError: a placement for a dim that does not exist.
-        DesyncError: ranks that pass different shapes, placements or values.
+        LayoutError: If a dim does not exist.
+        DesyncError: If ranks pass different shapes, placements or values.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2})
+
+
+        def shard():
+            x = mw.shard_tensor(torch.arange(5.0), mesh, {"dp": mw.Shard(0)})
+            return x.to_local().tolist()
+
+
+        assert mw.simulate(shard, mesh) == [[0, 1, 2], [3, 4]]
+        ```
     """
     if isinstance(t, DistTensor):
         raise LayoutError("shard_tensor takes a plain tensor; mw.reshard changes the layout of a DistTensor")
@@ -160,17 +186,35 @@ def from_local(
     order: Any = None,
     check: bool = True,
 ) -> DistTensor:
-    """A distributed tensor from the part that each rank brings; differentiable.
+    """Create a DistTensor from the shard that each rank passes. Differentiable.
+
+    DTensor: `DTensor.from_local`.
 
     Args:
-        local: this rank's part (not copied).
-        mesh, placements, order: as for ``shard_tensor``.
-        shape: the global shape; else the parts' lengths are added up along sharded dims.
-        check: compare between ranks (one small exchange); without it parts are taken to be even.
+        local: This rank's shard. It is not copied.
+        mesh: The mesh.
+        placements: Axis name to placement (default: `Replicate`), or one per axis.
+        shape: Global shape. Default: lengths are added up along sharded dims.
+        order: Dim to the axes that shard it, major first.
+        check: Compare shapes, dtypes and placements between ranks, with one small exchange. `False` assumes even
+            shards.
 
     Raises:
-        LayoutError: parts whose sizes are not those of ``torch.chunk``.
-        DesyncError: ranks that pass different dtypes or placements.
+        LayoutError: If the sizes are not those of `torch.chunk`.
+        DesyncError: If ranks pass different dtypes or placements.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2})
+
+
+        def join():
+            rows = torch.full((2 - mw.rank(), 3), float(mw.rank()))  # 2 rows on rank 0, 1 row on rank 1
+            return mw.from_local(rows, mesh, {"dp": mw.Shard(0)}).shape
+
+
+        assert mw.simulate(join, mesh) == [(3, 3), (3, 3)]
+        ```
     """
     if isinstance(local, DistTensor):
         raise LayoutError("from_local takes the plain tensor that this rank holds: mw.reshard changes a DistTensor")
@@ -230,9 +274,39 @@ def sharded(
     order: Any = None,
     requires_grad: bool = False,
 ) -> DistTensor:
-    """A tensor made shard by shard, never whole: ``sharded(torch.randn, (4096, 4096), mesh, {"tp": Shard(0)})``.
+    """Create a DistTensor shard by shard, never in full.
 
-    Values are those that one device would get from the same seed.
+    Values are those that one device gets from the same seed.
+
+    DTensor: `torch.distributed.tensor.randn`, `zeros` and others.
+
+    Args:
+        factory: A factory function, such as `torch.randn`, `torch.zeros`, `functools.partial(torch.full,
+            fill_value=3)`.
+        shape: Global shape.
+        mesh: The mesh.
+        placements: Axis name to placement (default: `Replicate`), or one per axis.
+        dtype: Dtype. Default: `torch.get_default_dtype()`.
+        order: Dim to the axes that shard it, major first.
+        requires_grad: Whether the result requires grad.
+
+    Raises:
+        LayoutError: If a dim does not exist, or `factory` cannot be run shard by shard.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"tp": 2})
+        torch.manual_seed(0)
+        expected = torch.randn(4, 6)
+
+
+        def draw():
+            torch.manual_seed(0)
+            return mw.unshard(mw.sharded(torch.randn, (4, 6), mesh, {"tp": mw.Shard(1)}))
+
+
+        assert torch.equal(mw.simulate(draw, mesh)[0], expected)
+        ```
     """
     spec = _spec_for(tuple(shape), dtype or torch.get_default_dtype(), mesh, placements, order)
     here = mesh.coordinate(runtime.RT.rank)
@@ -244,34 +318,85 @@ def sharded(
 
 @takes(LayoutError, x=_DIST)
 def reshard(x: DistTensor, placements: Placements, *, order: Any = None) -> DistTensor:
-    """``x`` in another layout, by the cheapest sequence of conversions; differentiable (the backward is its transpose).
+    """Redistribute a DistTensor by the cheapest sequence of collectives. Differentiable.
+
+    The backward is its transpose.
+
+    DTensor: `DTensor.redistribute`. The same as `x.redistribute(placements)`.
 
     Args:
-        x: a DistTensor of any layout, Partial too.
-        placements: axis name to placement; axes not named keep theirs.
-        order: dim to the axes that split it, major first.
+        x: A DistTensor of any layout, also Partial.
+        placements: Axis name to placement. Axes that are not named keep theirs.
+        order: Dim to the axes that shard it, major first.
 
     Raises:
-        LayoutError: a placement that does not fit.
+        LayoutError: If a placement does not fit.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2})
+
+
+        def gather():
+            x = mw.shard_tensor(torch.arange(4.0), mesh, {"dp": mw.Shard(0)})
+            return mw.reshard(x, {"dp": mw.Replicate()}).to_local().tolist()
+
+
+        assert mw.simulate(gather, mesh) == [[0, 1, 2, 3]] * 2
+        ```
     """
     return x.redistribute(placements, order=order)
 
 
 @takes(LayoutError, x=(Tensor, "of several, one at a time, e.g. {k: mw.unshard(t) for k, t in state.items()}"))
 def unshard(x: Tensor) -> Tensor:
-    """The global value as a plain tensor, on every rank; differentiable.  Every rank must call it, at one place.
+    """Return the global value as a plain tensor, on every rank. Differentiable.
 
-    It is a copy, however ``x`` lies: what is kept of it stays as it is when ``x`` is written to.  A plain tensor is
-    returned as it is.
+    A collective: every rank must call it, on one line. The result is a copy. A plain tensor is returned as it is.
+
+    DTensor: `full_tensor()`. The same as `x.full_tensor()`, except that it also takes plain tensors.
+
+    Args:
+        x: A DistTensor or a plain tensor.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2})
+
+
+        def back():
+            return mw.unshard(mw.shard_tensor(torch.arange(3.0), mesh, {"dp": mw.Shard(0)})).tolist()
+
+
+        assert mw.simulate(back, mesh) == [[0, 1, 2]] * 2
+        ```
     """
     return x.full_tensor() if isinstance(x, DistTensor) else x
 
 
 @takes(LayoutError, x=_TENSOR)
 def constrain(x: Tensor, placements: Placements) -> Tensor:
-    """A constraint of a layout inside a model: reshards a DistTensor; a plain tensor is returned as it is.
+    """Redistribute a value inside a model; return a plain tensor as it is.
 
-    Where the model is being captured (``compile_step``) it becomes part of the program.
+    Models that use it run on one device and on a mesh. During capture (`compile_step`) it becomes part of the program.
+
+    JAX: `jax.lax.with_sharding_constraint`.
+
+    Args:
+        x: A DistTensor or a plain tensor.
+        placements: Axis name to placement. Axes that are not named keep theirs.
+
+    Raises:
+        LayoutError: If a placement does not fit.
+
+    Examples:
+        ```python
+        def forward(x):
+            return mw.constrain(x * 2, {"tp": mw.Replicate()})
+
+
+        assert torch.equal(forward(torch.ones(2)), torch.full((2,), 2.0))  # no mesh: nothing to do
+        ```
     """
     if isinstance(x, DistTensor):
         return reshard(x, placements)
@@ -280,17 +405,31 @@ def constrain(x: Tensor, placements: Placements) -> Tensor:
 
 @contextmanager
 def strategies(wished: Mapping[str, Mapping[str, str]]) -> Iterator[None]:
-    """Inside, ops that can be computed in several ways take these; those not named take what sends fewest bytes.
+    """Choose the algorithm of ops that have several. Other ops use the one that sends fewest bytes.
+
+    A change drops all cached plans: use it once around training, not around each step. A choice that no call inside
+    could use warns at the end.
 
     Args:
-        wished: op to axis to strategy: ``{"scaled_dot_product_attention": {"cp": "heads"}}`` (or ``"gather"``). With
-            ``"gather:max_bytes=1000000"`` attention goes in groups of heads, which bring at most so many bytes each.
-
-    A change makes all plans anew: once around the training, not around each step.  What no call inside could take, as
-    the axis does not split what it is about, is a warning at the end.
+        wished: Op to axis to strategy, `{"scaled_dot_product_attention": {"cp": "heads"}}` or `"gather"`. With
+            `"gather:max_bytes=1000000"`, attention runs in groups of heads that receive at most so many bytes each.
 
     Raises:
-        RuleError: an op or a strategy that does not exist.
+        RuleError: If an op or a strategy does not exist.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"cp": 2})
+
+
+        def attend():
+            q, k, v = (mw.shard_tensor(torch.ones(1, 2, 8, 4), mesh, {"cp": mw.Shard(2)}) for _ in range(3))
+            with mw.strategies({"scaled_dot_product_attention": {"cp": "heads"}}):
+                return F.scaled_dot_product_attention(q, k, v).placements
+
+
+        assert mw.simulate(attend, mesh)[0] == (mw.Shard(2),)
+        ```
     """
     checked_strategies(wished)
     rt = runtime.RT
@@ -314,7 +453,22 @@ def strategies(wished: Mapping[str, Mapping[str, str]]) -> Iterator[None]:
 
 @takes(LayoutError, x=_DIST)
 def to_dtensor(x: DistTensor) -> Any:
-    """The same data as torch's DTensor (no copy), for torch's checkpointing and friends."""
+    """Return a DistTensor's data as `torch.distributed.tensor.DTensor`, without a copy.
+
+    For libraries that take DTensors, such as `torch.distributed.checkpoint`. Gradients pass through. Needs processes.
+
+    Args:
+        x: A DistTensor.
+
+    Raises:
+        LayoutError: If DTensor has no such placement.
+
+    Examples:
+        ```python
+        def state_of(model: nn.Module) -> dict[str, object]:  # on running processes
+            return {k: mw.to_dtensor(v) if isinstance(v, mw.DistTensor) else v for k, v in model.state_dict().items()}
+        ```
+    """
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(x.shape, device="meta").stride()
@@ -324,7 +478,26 @@ def to_dtensor(x: DistTensor) -> Any:
 
 
 def from_dtensor(d: Any, mesh: Mesh | None = None) -> DistTensor:
-    """A DistTensor on the data of torch's DTensor (no copy)."""
+    """Create a DistTensor on the data of a `torch.distributed.tensor.DTensor`, without a copy.
+
+    Gradients pass through.
+
+    Args:
+        d: The DTensor.
+        mesh: Mesh to use. Default: that of the DTensor, with its dim names, else `axis0`, `axis1` and so on.
+
+    Raises:
+        LayoutError: If `d` is no DTensor, or its placements do not exist here.
+
+    Examples:
+        ```python
+        from torch.distributed.tensor import DTensor
+
+
+        def add_one(d: DTensor) -> DTensor:  # on running processes
+            return mw.to_dtensor(mw.from_dtensor(d) + 1)
+        ```
+    """
     if not hasattr(d, "device_mesh"):
         raise LayoutError(f"from_dtensor takes a DTensor of PyTorch, not {type(d).__name__}: see mw.shard_tensor")
     device_mesh = d.device_mesh
@@ -381,35 +554,94 @@ _OP = (str, 'give the name of the op before autograd, e.g. "linear"')
 
 @takes(RuleError, op=_OP)
 def infer_forward(op: str, *args: Any, **kwargs: Any) -> Inference:
-    """What eager code does when it calls ``op`` on inputs of these specs: layouts wanted, layouts made, bytes.
+    """Return what eager code does for an op on inputs of these specs: layouts, strategy and bytes.
+
+    Nothing runs and nothing is sent.
 
     Args:
-        op: ATen name before autograd (``"linear"``), or a function's (``"F.cross_entropy"``).
-        args, kwargs: the op's arguments with a ``Spec`` for each tensor.
+        op: ATen name before autograd (`"linear"`), or a function's name (`"F.cross_entropy"`).
+        *args: The op's arguments, with a [Spec][meshwright.Spec] for each tensor.
+        **kwargs: The op's keyword arguments, likewise.
+
+    Returns:
+        An `Inference`. Its `kind` is `"gathered"` for ops without a rule, which run on all-gathered inputs.
 
     Raises:
-        RuleError: no op of this name, arguments that PyTorch refuses, or an op of which what it gives hangs on values.
-            An op without a rule answers as it runs, on whole inputs: ``kind`` of the answer is then ``"gathered"``.
+        RuleError: If there is no such op, PyTorch refuses the arguments, or the result depends on values.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"tp": 2})
+        x = mw.Spec((4, 8), torch.float32, mw.Layout(mesh, {"tp": mw.Shard(1)}))
+        w = mw.Spec((6, 8), torch.float32, mw.Layout(mesh, {"tp": mw.Shard(1)}))
+        assert mw.infer_forward("linear", x, w).outputs[0].layout.placements == (mw.Partial("sum"),)
+        ```
     """
     return infer(op, args, kwargs)
 
 
 @takes(RuleError, op=_OP, outputs=(list, "give a Spec for each output, in a list"))
 def infer_backward(op: str, *args: Any, outputs: list[Spec | None], **kwargs: Any) -> Inference:
-    """What the inputs should be, given the layouts that the outputs should have (and the inputs' own).
+    """Return the layouts that inputs should have, given those that outputs should have.
 
     Args:
-        op, args, kwargs: as of :func:`infer_forward`.
-        outputs: a spec for each output, or None for one that may have any layout.
+        op: As for [infer_forward][meshwright.infer_forward].
+        *args: As for `infer_forward`; the specs say what layouts the inputs have now.
+        outputs: A spec for each output, or `None` for one of any layout.
+        **kwargs: As for `infer_forward`.
 
     Raises:
-        RuleError: as for :func:`infer_forward`, or the op gives other outputs: in number, shapes or dtypes.
+        RuleError: As for `infer_forward`; or if the op has other outputs, in number, shapes or dtypes.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"tp": 2})
+        spec = mw.Spec((4, 6), torch.float32, mw.Layout(mesh))
+        columns = mw.Spec((4, 6), torch.float32, mw.Layout(mesh, {"tp": mw.Shard(1)}))
+        inferred = mw.infer_backward("relu", spec, outputs=[columns])
+        assert inferred.inputs[0].layout == columns.layout
+        ```
     """
     return infer(op, args, kwargs, outputs)
 
 
 def rule(*names: str) -> Callable[[Callable[..., Rule | None]], Callable[..., Rule | None]]:
-    """Give ops a rule: ``@mw.rule("mylib::op")``.  See ``meshwright.rules.factor_notation`` for what it returns."""
+    """Register the sharding rule of one or more ops.
+
+    The decorated function has the op's signature. It returns a line of notation, see the page on rules. The backward
+    follows from it.
+
+    Args:
+        *names: Names of ops, `"mylib::op"`.
+
+    Returns:
+        A decorator that returns the function.
+
+    Raises:
+        RuleError: If an op does not exist.
+
+    Examples:
+        ```python
+        from meshwright.rules import notation
+
+
+        @torch.library.custom_op("docs::double", mutates_args=())
+        def double(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+
+        double.register_fake(torch.empty_like)
+        double.register_autograd(lambda ctx, grad: grad * 2)
+
+
+        @mw.rule("docs::double")
+        def double_rule(x):
+            return notation("... d -> ... d", x)  # any dim may be sharded
+
+
+        assert mw.check_rule("docs::double", torch.randn(5, dtype=torch.float64), mesh=mw.Mesh({"dp": 2})).cases > 0
+        ```
+    """
     if not names or not all(isinstance(n, str) for n in names):
         raise RuleError(f'rule takes names of ops, not {names!r}: @mw.rule("mylib::op")')
     register = _rule(*names)

@@ -67,9 +67,25 @@ _SET_DATA = BASE.data.__set__
 
 
 class DistTensor(torch.Tensor):
-    """A tensor laid out on a mesh.  Behaves as the global tensor; holds this rank's part.
+    """A tensor that is sharded over a mesh. It behaves as the global tensor and holds this rank's shard.
 
-    Made by ``shard_tensor``, ``from_local``, ``sharded`` and by every op on another DistTensor.
+    Create one with `shard_tensor`, `from_local` or `sharded`. Every op on a DistTensor returns DistTensors.
+
+    DTensor: `DTensor`.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2})
+
+
+        def double():
+            x = mw.shard_tensor(torch.arange(6.0).view(3, 2), mesh, {"dp": mw.Shard(0)})
+            y = (x * 2).sum(1)
+            return tuple(y.shape), tuple(y.to_local().shape), y.placements
+
+
+        assert mw.simulate(double, mesh) == [((3,), (2,), (mw.Shard(0),)), ((3,), (1,), (mw.Shard(0),))]
+        ```
     """
 
     # The local tensor itself with its class set: dispatch sees it as the plain one for a while (``as_plain``).

@@ -39,24 +39,44 @@ REASON = "a checkpoint kept its input split (shard_checkpoint_inputs), and runs 
 
 @contextmanager
 def shard_checkpoint_inputs(placements: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, what ``torch.utils.checkpoint`` keeps of its inputs is kept split, and gathered when it runs again.
+    """Shard the inputs that `torch.utils.checkpoint` keeps inside; all-gather them when the block runs again.
 
-    Blocks under tensor parallelism get inputs that are replicated over ``tp``: each rank keeps the whole of them until
-    the backward.  Here it keeps its part, for one all-gather per input in front of the second run.  Splitting and
-    gathering move bits: gradients are bitwise the same.
+    Under tensor parallelism the input of a block is replicated over `tp`, so each rank keeps all of it until the
+    backward. Here each rank keeps its shard, for one all-gather per input before the block runs again. Gradients have
+    the same bits.
 
-    Inputs that are split over an axis already or lack the dim, and parameters, are kept as they are, as is what is
-    passed by keyword.  So is what is Partial on an axis, with a warning: have it reduced where a block ends, by
-    ``mw.constrain(x, {"tp": mw.Replicate()})``; that sends what the next block would have sent.  A dim need not divide.
-    Use it around the forward, or as a decorator of one.  In captured steps all that the block reads of other
-    activations is kept so, as long as nothing is written to it.
+    Megatron-LM: `distribute_saved_activations`.
+
+    Kept unchanged: inputs that are sharded over the axis or lack the dim, parameters, and keyword arguments. Partial
+    inputs are kept unchanged too, with a warning: end the block with `mw.constrain(x, {"tp": mw.Replicate()})`, which
+    sends what the next block would have sent. A dim need not divide. In captured steps everything that the block reads
+    of other activations is sharded, unless it is written to. Use it around the forward, or as a decorator.
 
     Args:
-        placements: axis name to ``Shard(dim)``.
+        placements: Axis name to `Shard(dim)`.
 
     Raises:
-        LayoutError: a placement that does not split.
-        ShardError: inside, a checkpoint with ``use_reentrant=True``, in eager steps.
+        LayoutError: If a placement is not `Shard`.
+        ShardError: If a checkpoint inside has `use_reentrant=True`, in eager code.
+
+    Examples:
+        ```python
+        from torch.utils.checkpoint import checkpoint
+
+        mesh = mw.Mesh({"tp": 2})
+
+
+        def train():
+            block = mw.shard_module(nn.Linear(4, 4), mesh, {"weight": {"tp": mw.Shard(0)}, "bias": {"tp": mw.Shard(0)}})
+            x = mw.shard_tensor(torch.ones(2, 4), mesh, {}).requires_grad_()
+            with mw.shard_checkpoint_inputs({"tp": mw.Shard(0)}):
+                y = checkpoint(block, x, use_reentrant=False)
+            y.sum().backward()
+            return block.weight.grad.placements
+
+
+        assert mw.simulate(train, mesh)[0] == (mw.Shard(0),)
+        ```
     """
     if not isinstance(placements, Mapping):
         raise LayoutError(

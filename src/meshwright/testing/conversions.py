@@ -23,14 +23,23 @@ Tensor = torch.Tensor
     ConversionError, src=(Spec, "give mw.Spec(shape, dtype, layout)"), dst=(Spec, "give mw.Spec(shape, dtype, layout)")
 )
 def check_conversion(src: Spec, dst: Spec) -> None:
-    """Check the conversion from one spec to another: its value, and ⟨A x, y⟩ = ⟨x, Aᵀ y⟩ for its backward A​ᵀ.
+    """Check the conversion between two specs: its value, and that its backward is the transpose.
 
     Args:
-        src, dst: specs of one floating dtype, shape and mesh; their types of ``Replicate`` (``Spec.reduced``)
-            count.
+        src: Spec of the input.
+        dst: Spec of the output, with the same floating-point dtype, shape and mesh. Types of `Replicate`
+            (`Spec.reduced`) count.
 
     Raises:
-        ConversionError: naming both, the steps between them and the difference.
+        ConversionError: If they differ. Names both specs, the steps between them and the difference.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2})
+        src = mw.Spec((5, 3), torch.float64, mw.Layout(mesh, {"dp": mw.Shard(0)}))
+        dst = mw.Spec((5, 3), torch.float64, mw.Layout(mesh, {"dp": mw.Shard(1)}))
+        mw.check_conversion(src, dst)
+        ```
     """
     if src.undecided or dst.undecided:
         src, dst = src.decided(), dst.decided()

@@ -13,9 +13,26 @@ from ..program.check.verify import verify, verify_together
 def check_program(programs: Program | Sequence[Program]) -> None:
     """Check one rank's program, or the programs of all ranks of a mesh together.
 
+    Args:
+        programs: `step.program` of one rank, or those of all ranks.
+
     Raises:
-        ProgramError: what is wrong in which program, and at which node.
-        DesyncError: ranks that would not meet in the same collectives.
+        ProgramError: If a program is invalid. Names the program and the node.
+        DesyncError: If ranks would not meet in the same collectives.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2})
+
+
+        def capture():
+            net = nn.Linear(4, 1)
+            options = {"mesh": mesh, "batch": {"dp": mw.Shard(0)}}
+            return mw.compile_step(net, lambda model, x: model(x).sum(), None, torch.ones(4, 4), **options).program
+
+
+        mw.check_program(mw.simulate(capture, mesh))
+        ```
     """
     if not isinstance(programs, Program) and not all(isinstance(p, Program) for p in programs):
         raise ProgramError("check_program takes programs: step.program, or those of all ranks")

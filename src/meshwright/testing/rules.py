@@ -122,24 +122,30 @@ def check_rule(
     most: int = 200,
     **kwargs: Any,
 ) -> Report:
-    """Check an op's rule against the single device: value and gradient, on simulated ranks.
+    """Check an op's rule against one device: values and gradients, on simulated ranks.
 
-    Every layout of each input, {Replicate, Shard of each dim, of the longest one by blocks too, Partial by each
-    reduction that its dtype has}, is tried on one mesh axis, and every pair of strategies of the rule on two.  Sizes
-    that the axes do not divide make uneven and empty shards: give such.
+    Tries every layout of each input on one mesh axis: `Replicate`, `Shard` of each dim, by blocks of the longest dim,
+    and `Partial` by each reduction. Tries every pair of the rule's strategies on two axes. Sizes that the axes do not
+    divide test uneven and empty shards.
 
     Args:
-        op: a function (``torch.nn.functional.gelu``, a custom op), or the name of one (``"gelu"``,
-            ``"mylib::op"``).
-        args, kwargs: the op's arguments, with global plain tensors; float64 finds more than float32.
-        mesh: the meshes to try; default: 4 ranks, 3 ranks, 2 × 2 and 2 × 3.
-        most: largest number of runs per mesh; a fixed random sample is taken of more.
+        op: A function (`torch.nn.functional.gelu`, a custom op) or a name (`"gelu"`, `"mylib::op"`).
+        *args: The op's arguments, with global plain tensors. float64 detects more than float32.
+        mesh: Mesh or meshes to try. Default: 4 ranks, 3 ranks, 2 x 2 and 2 x 3.
+        most: Maximum number of runs per mesh; of more, a fixed random sample.
+        **kwargs: The op's keyword arguments.
 
     Returns:
-        What was checked.
+        A report of what was checked; `.cases` is the number of runs.
 
     Raises:
-        RuleError: naming the op, the layouts, the rank and the largest difference, in a value or a gradient.
+        RuleError: If a value or gradient differs. Names op, layouts, rank and largest difference.
+
+    Examples:
+        ```python
+        report = mw.check_rule("gelu", torch.randn(5, dtype=torch.float64), mesh=mw.Mesh({"dp": 2}))
+        assert report.cases > 0
+        ```
     """
     fn = function_named(op) if isinstance(op, str) else op
     call = _OpUnderTest(resolve(fn).name, fn, args, kwargs)

@@ -65,41 +65,52 @@ def verify(
     shrink: bool | None = None,
     **said: Any,
 ) -> Verification:
-    """Train some steps on simulated ranks and compare everything with one device, in float64.
+    """Train a few steps on simulated ranks and compare every value with one device, in float64.
 
-    Compared are the loss, every value that the step computes and its gradient, gradients of parameters, parameters,
-    buffers, the optimizer's states and the random generator after each update; then a save, a load into a model with
-    other numbers, and one more update.  Of what departs the first op is named, and its line.
+    It compares loss, every value and its gradient, gradients of parameters, parameters, buffers, optimizer states and
+    the random generator after each update. Then it saves, loads into a model with other values, and updates once more.
+    The report names the first op that differs, and its line.
 
-    ::
+    Args: What to verify
+        model: As for [compile_step][meshwright.compile_step]. It does not change.
+        loss_fn: As for `compile_step`.
+        example_batch: As for `compile_step`; its values count.
+        mesh: The mesh; only its sizes count.
+        layouts: As for `compile_step`.
+        optimizer: Optimizer of the model's parameters; or a function that makes one from parameters, needed if it has
+            step hooks.
+        passes: Passes of the captured step.
+        **said: Further `compile_step` options: `batch`, `inputs`, `outputs`, `fsdp`, `shard_states`, `elementwise`,
+            `clip_grad_norm` and others.
 
-        report = mw.verify(model, loss_fn, batch, mw.Mesh({"dp": 2, "tp": 2}), {"*.up.weight": {"tp": mw.Shard(0)}},
-                           batch={"dp": mw.Shard(0)})
-        assert report.passed, report
-
-    Args:
-        model, loss_fn, example_batch: as for ``compile_step``.  The model stays as it is; values of the batch count.
-        mesh: its sizes count; it need not be connected.
-        layouts: as for ``compile_step``: globs, a table of :func:`layouts`, or its file.
-        optimizer: of the model's parameters; or, as one with step hooks must be given, what makes one of parameters.
-        passes: of the captured step.
-        modes: ``"eager"``, ``"captured"`` or both.
-        steps: updates before the save.
-        save: whether to save and load.
-        seed: of the random generator.
-        seconds: that it may take, about, and no more memory than is free.  A larger step is verified with fewer layers
-            of each kind, fewer examples and smaller dims, as far as it takes; the report says which.
-        shrink: True: as small as it gets; False: as it was given.
-        **said: what else ``compile_step`` is told: ``batch``, ``inputs``, ``outputs``, ``fsdp``,
-            ``shard_states``, ``elementwise``, ``clip_grad_norm``...
+    Args: How
+        modes: `"eager"`, `"captured"` or both.
+        steps: Number of updates before the save.
+        save: Whether to save and load.
+        seed: Seed of the random generator.
+        seconds: Approximate time limit in seconds; memory is limited to what is free. A larger step is verified with
+            fewer layers of each kind, fewer examples and smaller dims; the report says which.
+        shrink: `True`: as small as possible. `False`: as given. Default: by `seconds`.
 
     Returns:
-        A report; ``report.passed`` says whether all is right.
+        A report; `report.passed` is the verdict.
 
     Raises:
-        VerifyError: a loss that is no scalar, a model that is distributed already, an option that does not exist, a
-            model that does not fit and cannot be taken down.
-        LayoutError, ShardError, CaptureError: as ``shard_module`` and ``compile_step`` raise them.
+        VerifyError: If the loss is no scalar, the model is sharded already, an option does not exist, or the model does
+            not fit and cannot be shrunk.
+        LayoutError: As `shard_module` and `compile_step` raise it.
+        ShardError: As `shard_module` and `compile_step` raise it.
+        CaptureError: As `compile_step` raises it.
+
+    Examples:
+        ```python
+        net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        report = mw.verify(
+            net, lambda model, x: model(x).square().mean(), torch.ones(4, 4), mw.Mesh({"dp": 2}),
+            batch={"dp": mw.Shard(0)}, modes=("eager",), steps=1, save=False,
+        )
+        assert report.passed, report
+        ```
     """
     began, modes = time.monotonic(), (modes,) if isinstance(modes, str) else tuple(modes)
     plan, notes = _plan(layouts, said)

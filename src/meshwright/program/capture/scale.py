@@ -31,16 +31,24 @@ SCALE, GROWTH = "loss_scale", "loss_scale.growth"
 
 @dataclass(frozen=True)
 class LossScale:
-    """How a loss is scaled.
+    """Loss scaling for float16 compute, `compile_step(loss_scale=)`.
+
+    PyTorch: `torch.amp.GradScaler`.
 
     Attributes:
-        init: the scale at first.
-        growth_factor: by which it grows after ``growth_interval`` updates in a row without an overflow.
-        backoff_factor: by which it shrinks after one.
-        growth_interval: None: the scale stays as it is; updates that overflow are skipped all the same.
+        init: First scale.
+        growth_factor: Factor after `growth_interval` updates in a row without overflow.
+        backoff_factor: Factor after an overflow.
+        growth_interval: Number of updates. `None` keeps the scale fixed; updates that overflow are still skipped.
 
     Raises:
-        ProgramError: numbers out of range.
+        ProgramError: If a number is out of range.
+
+    Examples:
+        ```python
+        scale = mw.LossScale(init=1024.0, growth_interval=100)
+        assert scale.backoff_factor == 0.5
+        ```
     """
 
     init: float = 2.0**16

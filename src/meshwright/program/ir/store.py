@@ -33,10 +33,28 @@ NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.me
 
 
 def save_program(program: Program, path: str | Path) -> None:
-    """Write a rank's program to a file; every rank writes its own.
+    """Write a rank's program to a file. Every rank writes its own.
+
+    Args:
+        program: `step.program`.
+        path: The file.
 
     Raises:
-        ProgramError: a node calls or is given what has no name in a file, or the step is cut into stages.
+        ProgramError: If a node has no name in a file, or the step has pipeline stages.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 1})
+
+
+        def save():
+            options = {"mesh": mesh, "batch": {"dp": mw.Shard(0)}}
+            step = mw.compile_step(nn.Linear(4, 1), lambda model, x: model(x).sum(), None, torch.ones(2, 4), **options)
+            mw.save_program(step.program, f"rank{mw.rank()}.mwp")
+
+
+        mw.simulate(save, mesh)
+        ```
     """
     if program.pipeline is not None:
         raise ProgramError("the parts of a pipeline cannot be saved: save the program of the step without the pass")

@@ -452,31 +452,48 @@ def shard_dataloader(
     pad_dim: int = 1,
     pad_value: Any = None,
 ) -> ShardedLoader:
-    """Wrap a data loader so that its batches come as DistTensors.
+    """Wrap a data loader so that its batches are DistTensors.
+
+    Iterate over the result as over the loader. `Checkpoints` saves its position.
 
     Args:
-        loader: anything to iterate over that yields tensors, or tuples, lists and dicts of them.  Every
-            rank's loader yields the same global batch, of which the rank keeps its part; uneven last batches
-            are fine.
-        mesh: the mesh.
-        placements: for all tensors, e.g. ``{"dp": mw.Shard(0)}``; or, for batches that are dicts, key to
-            placements (tensors of keys that are not named stay plain).  0-d tensors are replicated.
-        local: each rank's loader yields only the rank's own part (``DistributedSampler``).
-        pad_to: sizes; each tensor that ``pad_value`` names is padded at the end of ``pad_dim`` up to the next of them,
-            of parts (``local``) up to that of the longest part.  A captured step is then captured once per size.
-        pad_dim: the dim of sequences in each tensor.
-        pad_value: key of the batch (field of a named tuple, place in a tuple or list) to the value behind the end,
-            None to leave it as it is; for batches of one tensor the value.  Labels get what the loss ignores (-100 for
-            ``cross_entropy``: means are then over what was there), masks 0 (or False), ids any valid id.  A loss that
-            ignores nothing, a ``.mean()`` over positions, and attention that is neither causal nor masked would count
-            what was padded.
+        loader: Iterable of tensors, or of nested tuples, lists and dicts. Every rank's loader yields the same global
+            batch, and the rank keeps its shard. The last batch may be uneven.
+        mesh: The mesh.
+        placements: Placements of all tensors, `{"dp": mw.Shard(0)}`. Or, for dict batches, key to placements; tensors
+            of other keys stay plain. 0-d tensors are replicated.
+        local: Each rank's loader yields only that rank's shard, as with `DistributedSampler`.
+        pad_to: Lengths. Each tensor named in `pad_value` is padded at the end of `pad_dim` to the next length; local
+            shards to that of the longest. A captured step is then captured once per length.
+        pad_dim: Dim of the sequence in each tensor.
+        pad_value: Key of the batch (or field, or index) to the value of the padding; `None` leaves the tensor
+            unchanged. For batches of one tensor: the value. Labels get what the loss ignores (-100 for
+            `cross_entropy`), masks 0 or False, ids any valid id. A loss that ignores nothing, or attention without a
+            mask, would count the padding.
+
+    Returns:
+        An iterable with the loader's length.
 
     Raises:
-        ShardError: a wrong ``pad_to``; (while iterating) a tensor that cannot be laid out so, that is longer than
-            ``pad_to`` goes, or that has ``pad_dim`` and is not named in ``pad_value``.
-        DesyncError: (while iterating) ranks that load batches of different shapes or numbers, or different values
-            of the same part: compared for the first batch of each pass, in check mode for all.  Of parts (``local``)
-            the shapes, and whether there is a batch, are compared for all.
+        ShardError: If `pad_to` is invalid. While iterating: if a tensor cannot be sharded, is longer than `pad_to`, or
+            has `pad_dim` and is not named in `pad_value`.
+        DesyncError: While iterating, if ranks load batches of different shapes, number or values. Compared for the
+            first batch of each pass; in check mode for all. With `local`, shapes and the presence of a batch are always
+            compared.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2})
+        data = torch.utils.data.DataLoader(torch.arange(10.0).view(10, 1), batch_size=4)
+
+
+        def shapes():
+            batches = mw.shard_dataloader(data, mesh, {"dp": mw.Shard(0)})
+            return [(tuple(x.shape), tuple(x.to_local().shape)) for x in batches]
+
+
+        assert mw.simulate(shapes, mesh)[0] == [((4, 1), (2, 1)), ((4, 1), (2, 1)), ((2, 1), (1, 1))]
+        ```
     """
     if placements is None:
         placements = {mesh.axes[0]: Shard(0)}

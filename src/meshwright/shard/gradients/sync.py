@@ -413,12 +413,34 @@ def syncs_of(model: nn.Module) -> list[GradSync]:
 @takes(ShardError, model=(torch.nn.Module, "give the model that mw.shard_module returned"))
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Inside, gradients stay Partial and accumulate on each rank; nothing is sent.
+    """Skip gradient synchronization inside: gradients stay Partial and accumulate on each rank.
 
-    The next backward outside synchronises the accumulated total, once.
+    The next backward outside reduces the accumulated sum, once.
+
+    DDP: `no_sync()`. FSDP2: `set_requires_gradient_sync(False)`.
+
+    Args:
+        model: A model from `shard_module`.
 
     Raises:
-        ShardError: the model was not sharded by ``shard_module``.
+        ShardError: If the model does not come from `shard_module`.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2})
+
+
+        def accumulate():
+            model = mw.shard_module(nn.Linear(4, 1), mesh)
+            batches = [mw.shard_tensor(torch.ones(4, 4), mesh, {"dp": mw.Shard(0)}) for _ in range(2)]
+            with mw.no_sync(model):
+                model(batches[0]).sum().backward()  # nothing is sent
+            model(batches[1]).sum().backward()  # one all-reduce
+            return mw.unshard(model.bias.grad).item()
+
+
+        assert mw.simulate(accumulate, mesh) == [8.0, 8.0]
+        ```
     """
     syncs = syncs_of(model)
     before = [s.enabled for s in syncs]

@@ -65,39 +65,62 @@ def shard_module(
     sync: bool = True,
     init: Init = None,
 ) -> nn.Module:
-    """Lay the parameters of a model on a mesh, in place; their gradients are synchronised in the backward.
+    """Shard a model's parameters over `mesh`, in place, and synchronize its gradients.
+
+    Every rank calls it with the same model. The model keeps its class, `forward` and parameter names. Gradients are
+    reduced during the backward pass.
+
+    FSDP2: `fully_shard`. DTensor: `parallelize_module`, `distribute_module`. DDP: `DistributedDataParallel`.
 
     Args:
-        model: every rank passes the same values (same seed, or loaded from one file).  On the meta device it is
-            materialised shard by shard, never whole, with the values that one device gets from the same seed.
-        mesh: the mesh.
-        placements: glob of parameter and buffer names to placements, e.g. ``{"*.qkv.weight": {"tp":
-            mw.Shard(0)}}``; or a table of :func:`layouts`, or its file. Where several globs match a name the last one
-            counts.  Parameters that none matches are replicated; buffers that none matches stay plain tensors, which
-            count as replicated.
-        inputs, outputs: glob of module names to the placements that the floating-point DistTensors among the
-            positional inputs, or the outputs, are brought to.  This is how sequence parallelism is said.
-        fsdp: axis, or axes, over which parameters are stored split and gathered for use (ZeRO-3); or glob of
-            names of parameters or modules to those.
-        offload: ``"cpu"``: parameters, their gradients and so the optimizer's states lie in the memory of the host,
-            split or not, and are copied to the mesh's device for use; or glob of names of parameters or modules.
-        reshard_after_forward: with ``fsdp`` or ``offload``: gather and copy again for the backward, keeping nothing.
-        precision: the dtypes in which ops see parameters and gradients are reduced, see :class:`Precision`; or glob of
-            names of parameters or modules to those.  Where several globs match a name the last one counts.
-        bucket_bytes: gradients travel together up to this size.
-        sync: False: gradients stay Partial where ranks did their own work (``mw.reshard(p.grad, ...)`` reduces one).
-        init: of a model from the meta device: called with the model, which has memory now, and writes its parameters.
-            ``"load"``: weights are loaded next (``mw.load_weights``, ``load_state_dict``); what was not loaded by the
-            first call raises.  Default: what the constructor did is done again, shard by shard.
+        model: A module for one device, with the same values on every rank (same seed, or one file). A module on the
+            meta device is initialized shard by shard, with the values one device draws from the same seed.
+        mesh: The mesh.
+        placements: Globs of parameter and buffer names to placements, `{"*.qkv.weight": {"tp": mw.Shard(0)}}`; or a
+            [LayoutTable][meshwright.LayoutTable] or the path of one. The last glob that matches wins. Other parameters
+            are replicated. Other buffers stay plain tensors, which count as replicated.
+        inputs: Globs of module names to placements. Floating-point DistTensors among the positional inputs are
+            redistributed to them. With `outputs`, this is sequence parallelism.
+        outputs: The same for outputs.
+        fsdp: Axis or axes over which parameters are stored sharded and all-gathered for use (ZeRO-3); or globs of names
+            of parameters or modules to axes. FSDP2: `fully_shard`.
+        offload: `"cpu"` stores parameters, gradients and optimizer states on the CPU, and copies parameters to the
+            mesh's device for use; or globs of names. FSDP2: `CPUOffloadPolicy`.
+        reshard_after_forward: With `fsdp` or `offload`: free parameters after forward, and gather or copy them again
+            for backward. FSDP2: `reshard_after_forward`.
+        precision: Dtypes of compute and reduction, see [Precision][meshwright.Precision]; or globs of names of
+            parameters or modules. The last glob that matches wins. FSDP2: `MixedPrecisionPolicy`.
+        bucket_bytes: Maximum size of a bucket of gradients, in bytes. DDP: `bucket_cap_mb`.
+        sync: `False` leaves gradients Partial where ranks did different work; `mw.reshard(p.grad, ...)` reduces one.
+        init: For a model on the meta device: called with the model once it has memory, to write its parameters.
+            `"load"`: weights are loaded next (`mw.load_weights`, `load_state_dict`); the first call raises if one was
+            not. Default: repeat what the constructor did, shard by shard.
 
     Returns:
-        The model.  Its parameters are the same objects as before.
+        The same model. Its parameters are the same objects.
 
     Raises:
-        ShardError: a glob without a match, a parameter that is sharded already, a tensor from the meta device that
-            nothing writes.
-        LayoutError: a placement for a dim that the parameter does not have.
-        DesyncError: ranks that pass different models or placements.
+        ShardError: If a glob matches nothing, a parameter is sharded already, or nothing initializes a meta tensor.
+        LayoutError: If a placement names a dim that the parameter does not have.
+        DesyncError: If ranks pass different models or placements.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2, "tp": 2})
+        columns, rows = {"tp": mw.Shard(0)}, {"tp": mw.Shard(1)}
+
+
+        def train():
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+            model = mw.shard_module(model, mesh, {"0.*": columns, "2.weight": rows}, fsdp="dp")
+            x = mw.shard_tensor(torch.randn(6, 8), mesh, {"dp": mw.Shard(0)})
+            model(x).square().mean().backward()
+            return model[0].weight.grad.shape
+
+
+        assert mw.simulate(train, mesh) == [(16, 8)] * 4
+        ```
     """
     _check_model(model)
     guard_scripts()

@@ -437,25 +437,42 @@ def _step_on_locals() -> None:
 def shard_optimizer(
     opt: Optimizer, *, shard_states: Axes | None = None, offload_states: str | None = None, elementwise: bool = False
 ) -> Optimizer:
-    """Prepare an optimizer for distributed parameters; the same object is returned.
+    """Prepare an optimizer for DistTensor parameters; return the same object.
 
-    Plain optimizers work on distributed parameters whose gradients lie as they do.  This adds: gradients of
-    other layouts are brought to the parameter's, and classes of your own may be declared elementwise.
-    ``state_dict()`` gives the states as DistTensors; ``load_state_dict()`` takes whole tensors, or
-    DistTensors of any layout.
+    Plain optimizers already work if gradients have their parameters' layouts. This adds: gradients of other layouts are
+    redistributed, states may be sharded or offloaded, and classes of your own may run. `state_dict()` returns states as
+    DistTensors; `load_state_dict()` takes full tensors or DistTensors of any layout.
+
+    DeepSpeed: ZeRO-1/2. PyTorch: `ZeroRedundancyOptimizer`.
 
     Args:
-        opt: an optimizer over the parameters of a sharded model.
-        shard_states: axis, or axes, over which states are split (ZeRO-1), and with them the gradients of a model that
-            was sharded with ``shard_module`` (ZeRO-2): each rank updates its chunk of every parameter that is
-            replicated on them, then the chunks are gathered.
-        offload_states: ``"cpu"``: states lie in memory of the host, and the update is made there: gradients and
-            parameters are copied to it, and updated parameters back.  With ``shard_states`` each rank's chunks.
-        elementwise: a class of your own treats elements one by one.
+        opt: An optimizer over the parameters of a sharded model.
+        shard_states: Axis or axes over which states are sharded (ZeRO-1), and gradients of a model from `shard_module`
+            (ZeRO-2). Each rank updates its chunk of every parameter that is replicated on them; then chunks are
+            gathered.
+        offload_states: `"cpu"` keeps states and the update on the CPU: gradients and parameters are copied there,
+            updated parameters back. With `shard_states`, each rank's chunks.
+        elementwise: Declare a class of your own elementwise, so that it may update shards.
 
     Raises:
-        MeshError: no such axis.
-        ShardError: an optimizer that mixes elements of parameters that are split.
+        MeshError: If there is no such axis.
+        ShardError: If the optimizer mixes elements of sharded parameters.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2})
+
+
+        def state_sizes():
+            model = mw.shard_module(nn.Linear(4, 4), mesh)
+            optimizer = mw.shard_optimizer(torch.optim.AdamW(model.parameters()), shard_states="dp")
+            model(mw.shard_tensor(torch.ones(2, 4), mesh, {"dp": mw.Shard(0)})).sum().backward()
+            optimizer.step()
+            return optimizer.state[model.weight]["exp_avg"].to_local().numel()
+
+
+        assert mw.simulate(state_sizes, mesh) == [8, 8]  # of 16 elements
+        ```
     """
     if offload_states is not None:
         check_device(offload_states, "offload_states")

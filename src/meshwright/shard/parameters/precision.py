@@ -28,25 +28,44 @@ _KNOWN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Precision:
-    """In which dtypes a model computes, and reduces its gradients, and in what those travel.
+    """Dtypes of compute, reduction and communication of a model.
+
+    Parameters keep the dtype they are stored in. Optimizer states and updates use that dtype.
+
+    FSDP2: `MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype, cast_forward_inputs)` is
+    `Precision(compute, reduce, outputs, inputs)`.
 
     Attributes:
-        compute: in which ops see parameters, and in which they are gathered; None: as they are stored.
-        reduce: in which gradients of parameters are reduced, on every axis, and summed over micro-steps; None: as
-            parameters are stored.
-        grad_comm: in what gradients of parameters travel to be reduced, on every axis: ``torch.bfloat16``,
-            ``torch.float16`` or a :class:`Float8`; they are summed in float32 where they arrive.  None: a
-            reduction of the backend's, in ``reduce``.
-        gather: in what parameters that are stored split travel to where they are used, ``torch.bfloat16``,
-            ``torch.float16`` or a :class:`Float8`; ops see what arrives.  None: in ``compute``.
-        accumulate: in which activations that are Partial, and gradients of activations, are summed at least; None: in
-            their own.  What is made of a value inherits this, as what is made of a parameter does; the widest counts.
-        inputs: cast floating-point inputs of the model (of the outermost modules that a glob names), and of each
-            module with parameters of its own, to its ``compute``.
-        outputs: cast floating-point outputs of the model (of the outermost modules that a glob names) to this.
+        compute: Dtype in which ops see parameters, and in which they are all-gathered. Default: the stored dtype.
+        reduce: Dtype in which gradients of parameters are reduced over ranks and summed over micro-batches. Default:
+            the stored dtype.
+        accumulate: Least dtype in which Partial activations and gradients of activations are summed over ranks. Values
+            computed from a value inherit it; the widest wins. Default: their own dtype.
+        inputs: Cast floating-point inputs to `compute`: those of the model (of the outermost modules a glob matches),
+            and of each module that has parameters.
+        outputs: Dtype to which floating-point outputs of the model (of the outermost modules a glob matches) are cast.
+        grad_comm: Format in which gradients of parameters are sent: `torch.bfloat16`, `torch.float16` or a
+            [Float8][meshwright.Float8]. The receiving rank sums them in float32. Default: the backend reduces in
+            `reduce`.
+        gather: Format in which sharded parameters are all-gathered, of the same kinds. Ops see what arrives. Default:
+            `compute`.
 
     Raises:
-        ShardError: what is none of float16, bfloat16, float32 and float64; a wire that is no format.
+        ShardError: If a dtype is none of float16, bfloat16, float32 and float64, or a format is none of the above.
+
+    Examples:
+        ```python
+        mesh = mw.Mesh({"dp": 2})
+        policy = mw.Precision(compute=torch.bfloat16, reduce=torch.float32)
+
+
+        def output_dtype():
+            model = mw.shard_module(nn.Linear(4, 4), mesh, precision=policy)
+            return model.weight.dtype, model(torch.ones(2, 4)).dtype
+
+
+        assert mw.simulate(output_dtype, mesh)[0] == (torch.float32, torch.bfloat16)
+        ```
     """
 
     compute: torch.dtype | None = None
