@@ -1,67 +1,172 @@
-"""Docstrings of public names: an example that runs, an entry for each parameter, Markdown without Sphinx roles."""
+"""The scripts of examples/ run on real processes, and say on two what they say on one."""
 
 from __future__ import annotations
 
-import inspect
+import contextlib
+import io
+import os
 import re
-import textwrap
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import nn
+import torch.distributed as dist
 
-import meshwright as mw
+from tests.support.processes import run_processes
 
-NAMES = [n for n in mw.__all__ if not inspect.ismodule(getattr(mw, n))]
-FENCE = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-
-
-def documented(name: str) -> list[tuple[str, str]]:
-    """(name, docstring) of a public name, and of the public methods of a class of ours."""
-    value = getattr(mw, name)
-    found = [(name, value.__doc__)]
-    if name == "DistTensor":
-        found += [(f"{name}.{m}", getattr(value, m).__doc__) for m in ("full_tensor", "redistribute")]
-    return found
+TESTS = Path(__file__).parents[1]
+EXAMPLES = TESTS.parent / "examples"
+INTEGRATIONS = ("integrations/test_integrations.py", "integrations/test_logged_values.py")
 
 
-def examples(doc: str) -> list[str]:
-    return [textwrap.dedent(code) for _, code in FENCE.findall(doc)]
+def said(script: str, *args: str) -> str:
+    """What a script prints in this process."""
+    kept, sys.argv = sys.argv, [script, *args]
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(text):
+            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    finally:
+        sys.argv = kept
+    return text.getvalue()
 
 
-def parameters(value: Any) -> set[str]:
-    return {p.name for p in inspect.signature(value).parameters.values()}
+def said_by_a_rank(script: str, *args: str) -> str:
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    return said(script, *args)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for where, doc in documented(name):
-        codes = examples(doc)
-        assert codes, f"{where} has no ```python example in its docstring"
-        for code in codes:
-            space: dict[str, Any] = {"mw": mw, "torch": torch, "nn": nn, "F": F, "__name__": f"example_{name}"}
-            exec(compile(code, f"<example of {where}>", "exec", dont_inherit=True), space)
+def losses(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"loss ([\d.]+)", text)]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_docstring_is_markdown_with_every_parameter(name: str) -> None:
-    for where, doc in documented(name):
-        first = doc.strip().splitlines()[0]
-        assert first.endswith("."), f"{where}: the first line is a sentence"
-        assert not re.search(r":(class|func|meth|mod):`", doc), f"{where}: Markdown, not reStructuredText"
-        assert "::\n" not in doc, f"{where}: a ```python block, not ::"
-    value = getattr(mw, name)
-    if inspect.isfunction(value):
-        missing = [
-            p for p in parameters(value) if not re.search(rf"^ +\*{{0,2}}{p}: ", value.__doc__ or "", re.MULTILINE)
-        ]
-        assert not missing, f"{name}: no entry under Args for {missing}"
+@pytest.mark.processes
+def test_train_mlp_under_torchrun() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, str(EXAMPLES / "train_mlp.py"), "--tp", "2", "--steps", "51"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    on_two = losses(done.stdout)
+    assert len(on_two) == 3
+    assert on_two[-1] < on_two[0]
+    on_one = said_on_one()
+    assert on_two == pytest.approx(losses(on_one), rel=1e-4)
+    assert "of 512 points right" in done.stdout
 
 
-def test_a_missing_example_is_seen() -> None:
-    assert examples("Text.\n\n    Examples:\n        ```python\n        x = 1\n        ```\n") == ["x = 1\n"]
-    assert examples("Text only.") == []
+def said_on_one() -> str:
+    return run_processes(said, 1, "train_mlp.py", "--steps", "51")[0]  # a process of its own: it sets seeds
+
+
+@pytest.mark.processes
+def test_custom_op_on_two_processes() -> None:
+    first, second = run_processes(said_by_a_rank, 2, "custom_op.py")
+    assert "runs agree with the single device" in first
+    assert "<dp: Shard(0)>, no communication" in first
+    assert second == ""
+
+
+def compiled_blocks(*args: str) -> list[float]:
+    return [loss for _, loss in numbered_losses(said_by_a_rank("compiled_blocks.py", "--backend", "aot_eager", *args))]
+
+
+@pytest.mark.processes
+def test_blocks_that_are_compiled_eagerly_and_in_a_captured_step() -> None:
+    (expected,) = run_processes(compiled_blocks, 1)
+    assert len(expected) == 4
+    assert expected[3] < expected[0]
+    for more in ((), ("--captured",)):
+        found, *others = run_processes(compiled_blocks, 4, "--tp", "2", *more)
+        assert found == pytest.approx(expected, abs=1e-6)  # as many digits are printed
+        assert others == [[], [], []]
+
+
+@pytest.mark.processes
+def test_a_profile_has_every_collective_by_name(tmp_path: Path) -> None:
+    for more in ((), ("--captured",)):
+        trace = str(tmp_path / f"trace{len(more)}.json")
+        first, *others = run_processes(said_by_a_rank, 4, "profiled_step.py", "--tp", "2", "--trace", trace, *more)
+        assert set(others) == {""}
+        (sent,) = re.findall(r"(\d+) collectives in each step", first)
+        found = re.findall(r"(\d+) × meshwright::(\w+) over (\w+), \d+ bytes, (.*)", first)
+        assert sum(int(times) for times, *_ in found) == 2 * int(sent)  # two steps were active
+        assert any(kind == "all_reduce" and axis == "dp" and "gradient" in what for _, kind, axis, what in found)
+    assert "2 × meshwright::all_reduce over dp, 80 bytes, gradient of 0.weight\n" in first
+
+
+def restarts(processes: int, folder: Path, steps: int) -> str:
+    args = ("--folder", str(folder), "--steps", str(steps))
+    told: str = run_processes(said_by_a_rank, processes, "restarts.py", *args)[0]
+    return told
+
+
+def numbered_losses(text: str) -> list[tuple[int, float]]:
+    return [(int(step), float(loss)) for step, loss in re.findall(r"step (\d+) loss ([-\d.e]+)", text)]
+
+
+@pytest.mark.processes
+def test_restarts_go_on_where_the_newest_checkpoint_is(tmp_path: Path) -> None:
+    whole = numbered_losses(restarts(1, tmp_path / "whole", 6))
+    first, then = restarts(2, tmp_path / "parts", 3), restarts(1, tmp_path / "parts", 6)
+    assert then.startswith("from step 3 on 1 ranks\n")
+    found = numbered_losses(first) + numbered_losses(then)
+    assert [step for step, _ in found] == [step for step, _ in whole]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in whole], rel=1e-12)
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_machines_that_die_leave_the_losses_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    """torchrun on 4, then 3, then 2 machines: each time one is killed, with its rank."""
+    whole = dict(numbered_losses(restarts(1, tmp_path / "whole", 40)))
+    said_by = [tmp_path / f"{i}.txt" for i in range(4)]
+    machines = [machine(tmp_path / "parts", file) for file in said_by]
+
+    def found() -> list[tuple[int, float]]:
+        return [one for file in said_by for one in numbered_losses(file.read_text())]
+
+    def wait(until: Callable[[], bool]) -> None:
+        end = time.monotonic() + 120
+        while not until():
+            assert time.monotonic() < end, [file.read_text() for file in said_by]
+            time.sleep(0.2)
+
+    try:
+        for step, lost in ((10, 3), (25, 2)):
+            wait(lambda step=step: max((n for n, _ in found()), default=0) >= step)  # type: ignore[misc]
+            ranks = subprocess.run(["pgrep", "-P", str(machines[lost].pid)], capture_output=True, text=True, check=True)
+            for pid in (machines[lost].pid, *map(int, ranks.stdout.split())):
+                os.kill(pid, signal.SIGKILL)
+        wait(lambda: all(m.poll() is not None for m in machines))
+    finally:
+        for m in machines:
+            m.kill()
+    assert [m.returncode for m in machines[:2]] == [0, 0]
+    text = "".join(file.read_text() for file in said_by)
+    assert re.findall(r"on (\d) ranks", text) == ["4", "3", "2"]
+    assert {n for n, _ in found()} == set(whole)
+    for n, loss in found():
+        assert loss == pytest.approx(whole[n], rel=1e-12)
+
+
+def machine(folder: Path, said: Path) -> subprocess.Popen[str]:
+    """One of torchrun's, with one rank."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2:4", "--nproc-per-node", "1"]
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{29600 + os.getpid() % 100}", "--rdzv-id", "one"]
+    options = ["--max-restarts", "8", "--rdzv-conf", "last_call_timeout=3,join_timeout=60"]
+    script = [str(EXAMPLES / "restarts.py"), "--folder", str(folder), "--steps", "40", "--pause", "0.4"]
+    with said.open("w") as out:
+        return subprocess.Popen(
+            [*torchrun, *meet, *options, *script], stdout=out, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+
+
+def test_every_example_is_run_here() -> None:
+    text = "".join((TESTS / file).read_text() for file in ("project/test_examples.py", *INTEGRATIONS))
+    assert [p.name for p in EXAMPLES.glob("*.py") if f'"{p.name}"' not in text] == []
