@@ -66,7 +66,8 @@ STORAGES: dict[str, dict[str, Any]] = {
 # How weights of the model are split over the last axis of the mesh.
 LAYOUTS: tuple[str, ...] = ("none", "columns and rows", "rows", "found", "Partial", "sequence")
 
-INPUTS: tuple[str, ...] = ("contiguous", "transposed", "expanded", "every second", "sliced")
+# "sequence first": a batch of (positions, rows, ...), as recurrent models have it.
+INPUTS: tuple[str, ...] = ("contiguous", "transposed", "expanded", "every second", "sliced", "sequence first")
 VALUES: tuple[str, ...] = ("contiguous", "last dim outside", "positions first", "expanded", "every second", "flat")
 
 INITIAL: tuple[str, ...] = ("as built", "meta", "loaded", "meta, loaded", "from a file")

@@ -83,6 +83,7 @@ APART = [
         },
         "program.md: buffers that a checkpoint writes to are written to once, by PyTorch twice",
     ),
+    Apart({"mode": "pipeline", "inputs": "sequence first"}, "pipeline.md: micro-batches are cut from the first dim"),
     Apart({"mode": "pipeline", "random": but("random", "none")}, "micro-batches draw for themselves"),
     Apart(
         {"mode": CAPTURED, "micro": ("2", "3"), "random": but("random", "none")}, "micro-batches draw for themselves"

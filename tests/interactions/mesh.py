@@ -50,11 +50,9 @@ def _groups(made: Case, mesh: mw.Mesh) -> Iterator[None]:
 
 def _found(made: Case, mesh: mw.Mesh) -> Any:
     axes = list(program.shared_axes(made))
-    batch = program.batches(made)[0][0]
+    batch = turned(made, program.batches(made)[0][0])
     data, tensor = (axes[0], axes[-1]) if len(axes) > 1 else (None, axes[0])
-    return mw.layouts(
-        Net(made, plain=False), mesh, batch, lambda m, b: program.loss_of(made, m, b), data=data, tensor=tensor
-    )
+    return mw.layouts(Net(made, plain=False), mesh, batch, lambda m, b: loss_of(made, m, b), data=data, tensor=tensor)
 
 
 def _chosen(made: Case, model: nn.Module) -> dict[str, Any]:
@@ -74,10 +72,22 @@ def _matching(model: nn.Module, glob: str) -> list[nn.Parameter]:
     return [p for n, p in named if fnmatch.fnmatchcase(n, glob)]
 
 
+def turned(made: Case, batch: Batch) -> Batch:
+    """A batch as the case has it, or back: rows and positions change places."""
+    if made["inputs"] != "sequence first":
+        return batch
+    return {k: v.transpose(0, 1).contiguous() if v.ndim > 1 else v for k, v in batch.items()}
+
+
+def loss_of(made: Case, model: nn.Module, batch: Batch) -> Any:
+    """What the user's loss function gives for a batch as the case has it."""
+    return program.loss_of(made, model, turned(made, batch))
+
+
 def placed(made: Case, batch: Batch) -> dict[str, dict[str, Any]]:
     """How each tensor of a batch lies."""
-    axes = program.shared_axes(made)
-    dims = {axis: dim for axis, dim in (("dp", 0), ("cp", 1)) if axis in axes}
+    axes, turns = program.shared_axes(made), made["inputs"] == "sequence first"
+    dims = {axis: dim ^ turns for axis, dim in (("dp", 0), ("cp", 1)) if axis in axes}
     return {k: {a: mw.Shard(d) for a, d in dims.items() if v.ndim > d} for k, v in batch.items()}
 
 
@@ -177,7 +187,8 @@ class Training:
     def train(self) -> Result:
         """All steps."""
         made, result, training = self.made, Result(), self
-        for i, micro in enumerate(program.batches(made)):
+        for i, given in enumerate(program.batches(made)):
+            micro = [turned(made, batch) for batch in given] if not program.by_hand(made) else given
             program.freeze(made, training.model, i)
             if made["context"] == "exception" and i == 1:
                 training.fail(micro)
@@ -244,7 +255,7 @@ class Eager(Training):
         for k, batch in enumerate(micro):
             last = k == len(micro) - 1
             with contextlib.nullcontext() if last else mw.no_sync(self.model):
-                loss = program.first(program.loss_of(self.made, self.model, self._placed(batch)))
+                loss = program.first(loss_of(self.made, self.model, self._placed(batch)))
                 (loss / len(micro)).backward()
             result[f"loss {i}.{k}"] = whole(loss)
         self.note_gradients(i, result)
@@ -256,7 +267,7 @@ class Eager(Training):
     def evaluate(self, batch: Batch) -> Tensor:
         self.model.eval()
         with torch.no_grad():
-            loss = program.first(program.loss_of(self.made, self.model, self._placed(batch)))
+            loss = program.first(loss_of(self.made, self.model, self._placed(batch)))
         self.model.train()
         return loss
 
@@ -270,11 +281,13 @@ class Captured(Training):
         if program.pipelined(made):
             passes.append(f"pipeline:micro_batches={micro},schedule={made['schedule']}")
         elif micro > 1:
-            passes.append(f"gradient-merge:k_steps={micro}")
-        example = program.batches(made)[0][0]
+            # Where the mesh does not shard the rows, they are said to be in the second dim.
+            rows = ",rows_dim=1" if made["inputs"] == "sequence first" and "dp" not in rank.mesh.axes else ""
+            passes.append(f"gradient-merge:k_steps={micro}{rows}")
+        example = turned(made, program.batches(made)[0][0])
         self.compiled = mw.compile_step(
             self.model,
-            lambda m, b: program.loss_of(made, m, b),
+            lambda m, b: loss_of(made, m, b),
             self.optimizers or None,
             example,
             mesh=self.mesh,
@@ -319,7 +332,7 @@ class ByHand(Training):
         for p in params:
             p.grad = None
         for batch in micro:
-            loss = program.first(program.loss_of(made, model, batch))
+            loss = program.first(loss_of(made, model, batch))
             losses.append(loss)
             share = batch.get("share", self.share)
             (loss * share / len(micro)).backward()
@@ -344,7 +357,7 @@ class ByHand(Training):
             if "second" in short(self.made):  # the number changes from step to step
                 part["share"] = torch.tensor(share)
             self.share = share
-            own.append(part)
+            own.append(turned(self.made, part))
         if self.compiled is None:
             self.compiled = mw.capture_local(
                 self._step, self.mesh, model=self.model, optimizer=self.optimizers, batch=own,

@@ -14,6 +14,7 @@ from tests.conftest import SALT
 
 from . import judge as judges
 from .arrays import array, meetings
+from .broken import DEFECTS, first_found
 from .factors import DEFAULTS, FACTORS, Case, case, short
 from .judge import BAD, Verdict, judge, script, shrink
 from .limits import APART, REFUSED, Refusal, known, meets
@@ -117,3 +118,11 @@ def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh.Training, "end", off)
     assert judge(case()).kind == "wrong"
     assert judge(case(mode="captured")).why.startswith("weight head.bias")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_pairs_find_what_was_wrong_once(defect: str) -> None:
+    found = first_found(defect, PAIRS)
+    assert found is not None

@@ -1,0 +1,96 @@
+"""Defects that the arrays must find: mends of silent errors, taken out one at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+import meshwright.kernels as kernels
+from meshwright import torch_changes
+from meshwright.passes import agreement
+from meshwright.program.capture import build, micro_batches
+from meshwright.program.capture.micro_batches import find_weight
+from meshwright.program.capture.partition import _Partition
+from meshwright.shard.initialization.replay import Replay
+
+from .factors import Case
+from .judge import BAD, Verdict, judge
+from .limits import known
+
+Defect = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+class _NoExchange:
+    """In the place of what says how passes exchange what they see."""
+
+    def get(self) -> None:
+        return None
+
+    def set(self, by: Any) -> None:
+        return None
+
+    def reset(self, token: None) -> None:
+        return None
+
+
+def _equal_counts(*args: Any) -> Any:
+    found = find_weight(*args)
+    weight = replace(found.weight, counted=False, mean=found.weight.weighs, function=())
+    return replace(found, weight=weight)
+
+
+def _first_dim(captured: Any, layouts: Any, rows_dim: Any) -> Any:
+    return [micro_batches._along({s.node: s.fake for s in captured.sources if s.kind == "batch"}, 0)]
+
+
+@contextlib.contextmanager
+def _by_identity() -> Iterator[None]:
+    """Tables of PyTorch do not know what is in place of their functions."""
+    kind: Any = torch_changes.StandIn
+    with mock.patch.object(kind, "__eq__", object.__eq__), mock.patch.object(kind, "__hash__", object.__hash__):
+        torch.utils._device._device_constructors.cache_clear()
+        yield
+    torch.utils._device._device_constructors.cache_clear()
+
+
+@contextlib.contextmanager
+def _forgotten() -> Iterator[None]:
+    """What constructors did on the meta device is forgotten: memory is as it comes."""
+    run = Replay.run
+
+    def forgotten(self: Replay) -> Any:
+        return {r: torch.full_like(t, 0.01) for r, t in run(self).items()}
+
+    with mock.patch.object(Replay, "run", forgotten):
+        yield
+
+
+DEFECTS: dict[str, Defect] = {
+    # Buckets, their order and factors: each rank decides for itself.
+    "decided by each rank": lambda: mock.patch.object(agreement, "_exchange", _NoExchange()),
+    # Micro-batches: the first dim has the rows; how many count is not asked.
+    "rows are dim 0": lambda: mock.patch.object(micro_batches, "row_dims", _first_dim),
+    "counts of a loss are equal": lambda: mock.patch.object(build, "find_weight", _equal_counts),
+    "kernels without their guard": lambda: mock.patch.object(kernels, "_with_rows", lambda t: t),
+    "stand-ins by identity": _by_identity,
+    "constructors forgotten": _forgotten,
+    "gradients of what ops see": lambda: mock.patch.object(_Partition, "_differentiable", lambda self, value: value),
+}
+
+
+def first_found(defect: str, cases: Iterable[Case]) -> tuple[int, Case, Verdict] | None:
+    """The first of some cases that fails with a defect, and passes without it; and its place."""
+    for number, made in enumerate(cases):
+        with DEFECTS[defect]():
+            verdict = judge(made)
+        if verdict.kind in BAD and known(made) is None and judge(made).kind not in BAD:
+            return number, made, verdict
+    return None
+
+
+__all__ = ["DEFECTS", "first_found"]
