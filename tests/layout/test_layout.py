@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import pickle
 import re
 
@@ -19,6 +20,8 @@ import meshwright as mw
 from conformance.paddle import from_dims_mapping
 from meshwright.errors import LayoutError, MeshError
 from meshwright.layout import NO_MARKS, REDUCE_OPS, Marks, as_placement, chunk_bounds, chunk_sizes, marked, marks_of
+from meshwright.layout.placement import placement_from
+from meshwright.layout.spec import layout_data, layout_from
 from tests.support.strategies import layouts, mesh_of, meshes, shapes, specs
 
 OPS = ("sum", "avg", "max")
@@ -154,6 +157,29 @@ def test_equal_hash_pickle_copy(mesh, ndim, data):
             assert hash(other) == hash(layout)
             assert other.ndim == layout.ndim
         assert layout != layout.placements
+
+
+def test_layouts_that_differ_in_one_part_differ_in_every_form():
+    """Compared, hashed, printed, pickled, and written to a file."""
+    placements = [mw.Replicate(), mw.Shard(0), mw.Shard(1), mw.Shard(0, blocks=(2, 4)), mw.Shard(0, blocks=(4, 2)),
+                  mw.At(0), mw.At(1), *map(mw.Partial, REDUCE_OPS)]  # fmt: skip
+    for p, q in itertools.product(placements, repeat=2):
+        assert (p == q) is (repr(p) == repr(q)) is (p is q)
+        assert len({p, q}) == 1 + (p is not q)
+    mesh, other = mw.Mesh({"a": 2, "b": 3}), mw.Mesh({"a": 3, "b": 2})
+    made = [mw.Layout(mesh, [p, mw.Replicate()], ndim=2) for p in placements]
+    both = [mw.Shard(0), mw.Shard(0)]
+    made += [mw.Layout(mesh, both, ndim=2), mw.Layout(mesh, both, order={0: ["b", "a"]}, ndim=2)]
+    made += [mw.Layout(mesh, [mw.Replicate(), mw.Partial("max")], ndim=2)]
+    assert made[1] != mw.Layout(other, made[1].placements, ndim=2)
+    for x, y in itertools.product(made, repeat=2):
+        forms = (repr, layout_data, lambda layout: pickle.loads(pickle.dumps(layout)))
+        assert [f(x) == f(y) for f in forms] == [x is y] * 3
+        assert (x == y) is (x is y)
+        assert len({x, y}) == 1 + (x is not y)
+    for x in made:
+        assert [placement_from(repr(p)) for p in x.placements] == list(x.placements)
+        assert layout_from(json.loads(json.dumps(layout_data(x))), mesh, 2) == x
 
 
 @given(mesh=meshes(), ndim=st.integers(1, 3), data=st.data())

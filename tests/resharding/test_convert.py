@@ -14,7 +14,11 @@ from meshwright import collective
 from meshwright.layout import Layout, Partial, Replicate, Shard, Spec
 from meshwright.ranks import runtime
 from meshwright.resharding import executor
+from meshwright.resharding.conversions import transpose
 from meshwright.resharding.planner import plan as make_plan
+
+
+R = Replicate()
 
 
 def types(ndim: int):
@@ -154,6 +158,21 @@ def test_several_partial_axes_reduce_once_over_the_flattened_group():
     assert [s.kind for s in plan.steps] == ["all_reduce"]
     assert plan.steps[0].axes == (0, 1)
     assert plan.forward_bytes == 2 * 3 / 4 * 64
+    three = mw.Mesh({"a": 2, "b": 2, "c": 2})
+    for before, after, axes in [
+        ([Partial()] * 3, [R, R, R], (0, 1, 2)),
+        ([Partial()] * 3, [Partial(), R, R], (1, 2)),
+        ([Partial()] * 3, [R, Partial(), R], (0, 2)),
+        ([Partial(), Shard(0), Partial()], [R, Shard(0), R], (0, 2)),
+        ([Partial("max"), R, Partial("max")], [R, R, R], (0, 2)),
+    ]:
+        src, dst = (Spec((4, 4), torch.float32, Layout(three, p)) for p in (before, after))
+        assert [(s.kind, s.axes) for s in make_plan(src, dst).steps] == [("all_reduce", axes)]
+    # Nothing is sent forward, and the gradient is reduced once.
+    src = Spec((4, 4), torch.float32, Layout(mesh))
+    plan = make_plan(src, src.with_(reduced=3))
+    assert [(s.kind, s.axes) for s in transpose(plan.steps)] == [("all_reduce", (0, 1))]
+    assert (plan.forward_bytes, plan.backward_bytes) == (0, 2 * 3 / 4 * 64)
 
 
 def test_exchange_is_one_all_to_all():

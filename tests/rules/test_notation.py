@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.errors import RuleError
-from meshwright.layout import Replicate
+from meshwright.layout import Partial, Replicate, Shard
 from meshwright.rules import factor_notation
 from meshwright.rules.factor_notation import Arg, args_in, checked_strategies, notation
 from meshwright.rules.strategies import Strategy
@@ -72,6 +72,44 @@ def test_leading_dims():
     assert made("a ... -> a ...", (2,)).outputs == ((("a",),),)
     with pytest.raises(RuleError, match=r"notation '..., ... -> ...': leading dims 3 and 2 do not broadcast"):
         made("..., ... -> ...", (3,), (2,))
+
+
+MEANT = [
+    ("(h d) b -> h (b d)", [(6, 4)], {"sizes": {"d": 3}}, lambda x: x.unflatten(0, (-1, 3)).permute(0, 2, 1).flatten(1), "bh"),
+    ("h d b -> b (h d)", [(4, 3, 2)], {}, lambda x: x.permute(2, 0, 1).flatten(1), "bh"),
+    ("... k, n k -> ... n", [(2, 4, 6), (8, 6)], {"reduced": "k"}, torch.nn.functional.linear, "kn~0~1"),
+    ("..., ... -> ...", [(2, 1, 6), (4, 6)], {}, torch.mul, "~0~1~2"),
+    ("..., ... -> ...", [(6,), (2, 4, 6)], {}, torch.mul, "~0~1~2"),
+    ("a b c -> a", [(2, 4, 6)], {"reduced": {"b": "max", "c": "max"}}, lambda x: x.amax((1, 2)), "abc"),
+    ("a b -> a", [(2, 4)], {}, lambda x: x.std(1), "a"),
+    ("i j, j k -> i k", [(2, 4), (4, 6)], {"reduced": "j"}, torch.matmul, "ijk"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "shapes", "more", "fn", "split"), MEANT, ids=[m[0] for m in MEANT])
+def test_a_line_means_what_einsum_would_make_of_it(line, shapes, more, fn, split):
+    """Of two parts of each factor that may be split the op makes the parts, or the terms, of the result."""
+    rule = made(line, *shapes, **more)
+    inputs = [torch.randn(n) for n in shapes]
+    whole = fn(*inputs)
+    assert "".join(sorted(f for f in rule.sizes if rule.shardable(f) and rule.by_factor(f))) == split
+    for f in rule.sizes:
+        strategy = rule.by_factor(f) if rule.shardable(f) else None
+        if strategy is None:
+            continue
+        parts = [torch.stack(t.chunk(2, p.dim)) if isinstance(p, Shard) else torch.stack([t, t])
+                 for t, p in zip(inputs, strategy.inputs, strict=True)]  # fmt: skip
+        results = torch.stack([fn(*(t[i] for t in parts)) for i in range(2)])
+        (p,) = strategy.outputs
+        if isinstance(p, Shard):
+            torch.testing.assert_close(torch.cat(list(results), p.dim), whole)
+        else:
+            assert p == Partial(rule.reduced[f])
+            torch.testing.assert_close(results.sum(0) if p.op == "sum" else results.amax(0), whole)
+    with pytest.raises(RuleError):
+        made("i j, j k -> i k", (2, 3), (4, 5), reduced="j")
+    with pytest.raises(RuleError):
+        made("(h d), d -> h", (6,), (4,), reduced="d")
 
 
 @pytest.mark.parametrize(

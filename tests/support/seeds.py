@@ -1,14 +1,18 @@
-"""For each row of ``docs/seeds.md`` a way to break the code that it speaks of: its test must turn red.
+"""For each row of ``docs/seeds.md`` ways to break the code that it speaks of: one of its tests must turn red.
 
 ``python -m tests.support.seeds [WORDS...]`` breaks a copy of the checkout, row by row (those whose first cell has one
-of the words), runs the row's test in it and says which stay green.  ``test_seeds.py`` compares the table with the page
-and the code.
+of the words, or whose number is in a range such as ``1-20``), runs the row's tests in it and says which stay green.
+With ``--whole`` grids are whole; with ``--others`` only the breaks of ``OTHERS``: three for each row, chosen from its claim and the code without sight of
+its tests.  ``test_seeds.py`` compares the first table with the page and the code; breaks of the others whose text is no
+longer there are reported here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import re
 import shutil
 import signal
 import sys
@@ -25,6 +29,7 @@ import torch.distributed.tensor
 import torch.export  # noqa: F401
 
 PATIENCE = 150  # seconds
+OTHERS = ("partial", "rules", "data_parallel", "merge")  # modules ``breaks_*``, one for each part of the page
 ROOT = Path(__file__).parents[2]
 CODE = "src/meshwright/"
 COPIED = ("src", "tests", "conformance", "docs", "examples", "bench", "pyproject.toml", "README.md")
@@ -32,10 +37,10 @@ COPIED = ("src", "tests", "conformance", "docs", "examples", "bench", "pyproject
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the page: what is asked, the test that shows it, and the part that it stands in."""
+    """One row of the page: what is asked, the tests that show it, and the part that it stands in."""
 
     asked: str
-    test: str
+    tests: tuple[str, ...]
     part: str
 
 
@@ -47,7 +52,7 @@ def rows(page: str) -> list[Row]:
             part = line[3:].partition(" (")[0]
         elif line.startswith("| ") and not line.startswith("| asked"):
             asked, _, test = [cell.strip() for cell in line.strip("|").split(" | ")]
-            found.append(Row(asked, test.strip("` "), part))
+            found.append(Row(asked, tuple(re.findall(r"`(.+?)`", test)), part))
     return found
 
 
@@ -73,21 +78,28 @@ def breaks() -> list[Break]:
     return [Break(*entry) for entry in BROKEN]
 
 
+def others() -> list[Break]:
+    """The breaks that were chosen without sight of the tests."""
+    tables = [importlib.import_module(f"tests.support.breaks_{name}").OTHERS for name in OTHERS]
+    return [Break(*entry) for table in tables for entry in table]
+
+
 @contextlib.contextmanager
-def broken(folder: Path, one: Break) -> Iterator[None]:
-    """While it is open, the copy is broken."""
+def broken(folder: Path, one: Break) -> Iterator[bool]:
+    """While it is open, the copy is broken; False where the text to break is not there once."""
     path = folder / one.path
     good = path.read_text()
-    assert good.count(one.old) == 1, f"{one.path} has {good.count(one.old)} times: {one.old}"
-    path.write_text(good.replace(one.old, one.new))
+    there = good.count(one.old) == 1
+    if there:
+        path.write_text(good.replace(one.old, one.new))
     try:
-        yield
+        yield there
     finally:
         path.write_text(good)
 
 
-def verdict(folder: Path, test: str) -> str:
-    """What the test says of the copy: ``"red"``, ``"green"``, or that it did not run.
+def verdict(folder: Path, tests: Sequence[str], *options: str) -> tuple[str, str]:
+    """What the tests say of the copy, and their words: ``"red"``, ``"green"``, ``"hung"``, or that it did not run.
 
     In a fork of this process, which has imported PyTorch and nothing of the package.
     """
@@ -103,37 +115,54 @@ def verdict(folder: Path, test: str) -> str:
         for name in [n for n in sys.modules if n.partition(".")[0] == "tests"]:  # this very module: of the checkout
             del sys.modules[name]
         sys.dont_write_bytecode = True
-        os._exit(pytest.main([f"tests/{test}", "-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--whole"]))
+        os._exit(pytest.main([*(f"tests/{t}" for t in tests), "-x", "-q", "-p", "no:cacheprovider", "--tb=line", *options]))
     over = threading.Timer(PATIENCE, os.killpg, (child, signal.SIGTERM))  # a hang is red
     over.start()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     over.cancel()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # what it started
+    said = (folder / "said.txt").read_text()
     if status in (0, 1, -signal.SIGTERM):
-        return "red" if status else "green"
-    return "did not run: " + (folder / "said.txt").read_text()[-300:]
+        return {0: "green", 1: "red"}.get(status, "hung"), said
+    return "did not run", said
+
+
+def _reason(said: str) -> str:
+    """The line that says why a test failed."""
+    lines = [line for line in said.splitlines() if re.match(r"(E |/.*\.py:\d+: |.*Error)", line)]
+    return (lines[0] if lines else said[-200:]).replace("\n", " ")[:160]
+
+
+def _picked(words: Sequence[str], number: int, row: Row) -> bool:
+    ranges = [range(int(a), int(b or a) + 1) for a, b in re.findall(r"(?m)^(\d+)(?:-(\d+))?$", "\n".join(words))]
+    return not words or any(number in r for r in ranges) or any(w in row.asked for w in words)
 
 
 def main(words: Sequence[str]) -> int:
     """Break what belongs to the rows with one of these words, or to all; how many stay green."""
-    tests = {(r.part, r.asked): r.test for r in rows((ROOT / "docs" / "seeds.md").read_text())}
-    green = 0
+    table = others() if "--others" in words else [*breaks(), *others()]
+    options = [w for w in words if w == "--whole"]
+    words = [w for w in words if not w.startswith("--")]
+    counts: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for part in COPIED:
             copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
             copy(ROOT / part, folder / part)
-        for one in breaks():
-            for test in dict.fromkeys(t for (_, asked), t in tests.items() if asked == one.asked):
-                if words and not any(w in one.asked for w in words):
+        for number, row in enumerate(rows((ROOT / "docs" / "seeds.md").read_text()), 1):
+            for one in table if _picked(words, number, row) else ():
+                if one.asked != row.asked:
                     continue
                 began = time.monotonic()
-                with broken(folder, one):
-                    said = verdict(folder, test)
-                green += said != "red"
-                print(f"{said:6} {time.monotonic() - began:4.0f} s  {one.asked}  ({test})", flush=True)
-    return green
+                with broken(folder, one) as there:
+                    result, said = verdict(folder, row.tests, *options) if there else ("stale", one.old)
+                counts[result] = counts.get(result, 0) + 1
+                why = "" if result == "green" else f"  {_reason(said)}"
+                print(f"{result:6} {time.monotonic() - began:4.0f} s  {number} {row.asked}: {one.file}: "
+                      f"{one.new.strip()[:80]!r}{why}", flush=True)  # fmt: skip
+    print(counts)
+    return sum(n for result, n in counts.items() if result not in ("red", "hung"))
 
 
 if __name__ == "__main__":
