@@ -15,7 +15,7 @@ OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-long test-torch lint format bench bench-quick gpu conformance conformance-yardstick conformance-paddle conformance-models mutants changelog clean
+.PHONY: help setup demo test test-quick test-long test-torch lint format bench bench-quick gpu conformance conformance-yardstick conformance-paddle conformance-models mutants seeds changelog clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -90,6 +90,9 @@ mutants: setup  ## mutants of the core, which some test should notice (MUTANTS="
 
 changelog: setup  ## the next version's section of CHANGELOG.md, from changelog.d/ (at a release: towncrier build --version X)
 	$(BIN)/towncrier build --draft --version next
+
+seeds: setup  ## break the code behind the rows of docs/seeds.md: their tests must notice (SEEDS="1-20 --others": some of them)
+	$(ONE_THREAD) $(BIN)/python -m tests.support.seeds $(SEEDS)
 
 clean:  ## remove .venv, caches and outputs
 	rm -rf .venv .venv-torch-* build dist runs bench/out conformance/out .pytest_cache .mypy_cache .ruff_cache .hypothesis

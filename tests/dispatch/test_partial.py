@@ -9,13 +9,13 @@ import torch.nn.functional as F
 import meshwright as mw
 from meshwright import collective
 from meshwright.ranks import runtime
-from tests.support.compare import FOUR, GRID, S0, S1, P, R, on_ranks, plain, ramp, same
+from tests.support.compare import FOUR, GRID, S0, S1, P, R, laid, on_ranks, plain, ramp, same
 
 X, Y = ramp(8, 4), ramp(8, 4).flip(0).contiguous() + 0.5
 
 
 def dist(t, *p, mesh=FOUR):
-    return mw.shard_tensor(t, mesh, p, check=False)
+    return laid(t, mesh, p)
 
 
 def kinds(fn):
@@ -30,6 +30,7 @@ def kinds(fn):
 LINEAR = {
     "add": lambda x: x + x,
     "scale": lambda x: x * 3.0,
+    "factor": lambda x: ramp(8, 4) * x,
     "divide": lambda x: x / 2,
     "neg": lambda x: -x,
     "sub": lambda x: x - 2 * x,
@@ -55,13 +56,18 @@ def test_linear_ops_keep_it(name):
     fn = LINEAR[name]
 
     def run():
-        made, sent = kinds(lambda: fn(dist(X, P)))
-        assert made.placements == (P,), made.spec
-        assert sent == {}
-        return mw.unshard(made)
+        values = []
+        for p in (P, mw.Partial("avg")):
+            made, sent = kinds(lambda p=p: fn(dist(X, p)))
+            # What a bias is added to becomes a sum.
+            assert made.placements == ((P,) if name == "linear" else (p,)), made.spec
+            assert sent == {}
+            values.append(mw.unshard(made))
+        return values
 
-    for got in on_ranks(run):
-        torch.testing.assert_close(got, fn(X))
+    for values in on_ranks(run):
+        for got in values:
+            torch.testing.assert_close(got, fn(X))
 
 
 NON_LINEAR = [
@@ -96,6 +102,16 @@ def test_the_first_non_linear_op_reduces_it(fn):
 
 def test_linear_ops_of_several_send_nothing_and_the_first_other_op_all():
     def run():
+        x, y, odd = dist(X, P), dist(Y, P), ramp(8, 4) % 0.25 > 0
+        joined = [
+            lambda x, y: torch.cat([x, y, x]), lambda x, y: torch.stack([x, y], 1),
+            lambda x, y: torch.where(odd, x, y), lambda x, y: torch.lerp(x, y, 0.25),
+            lambda x, y: torch.sub(x, y, alpha=2),
+        ]  # fmt: skip
+        for fn in joined:
+            made, sent = kinds(lambda fn=fn: fn(x, y))
+            assert (made.placements, sent) == ((P,), {})
+            torch.testing.assert_close(mw.unshard(made), fn(X, Y))
         x, y = dist(X, P), dist(Y, P)
         made, sent = kinds(lambda: (x + y) * 2 - x)
         assert (made.placements, sent) == ((P,), {})
@@ -115,7 +131,9 @@ def test_it_is_reduced_before_something_grows_it():
         grown, sent = kinds(lambda: x @ ramp(1, 64))
         assert sent == {"all_reduce": 1}
         assert grown.placements == (R,)
-        for grow in (lambda x: x.expand(8, 64), lambda x: F.pad(x, (1, 60)), lambda x: x.repeat(3, 3)):
+        for grow in (
+            lambda x: x.expand(8, 64), lambda x: x.expand(8, 3), lambda x: F.pad(x, (1, 60)), lambda x: x.repeat(3, 3),
+        ):  # fmt: skip
             made, sent = kinds(lambda grow=grow: grow(dist(ramp(8, 1), P)))
             assert sent == {"all_reduce": 1}
             torch.testing.assert_close(mw.unshard(made), grow(ramp(8, 1)))
@@ -148,6 +166,8 @@ def test_it_is_reduced_before_something_grows_it():
         lambda x, y: x * y,
         lambda x, y: torch.where(y > 0, x, y),
         lambda x, y: torch.lerp(x, y, 0.25),
+        lambda x, y: torch.addcmul(y, x, y, value=0.5),
+        lambda x, y: torch.div(x, 3, rounding_mode="floor") * y,
         lambda x, y: x @ y.t() + x[0, 0] + y.sum(),
         lambda x, y: (x + y).sum() + 1.0 + y.mean(),
     ],
@@ -184,6 +204,12 @@ def test_several_axes(p):
 
     same(run, (X, p), (Y, (R, R)), mesh=GRID)
 
+    def graded(x, y):
+        y = mw.constrain(y * 1, {"dp": R, "tp": R})  # invariant: its gradient is reduced once over all axes
+        return torch.autograd.grad((x * 2 + y).tanh().sum(), [x, y])
+
+    same(graded, (X.clone().requires_grad_(), p), (Y.clone().requires_grad_(), (S0, R)), mesh=GRID)
+
 
 def test_two_partial_axes_reduce_once():
     def run():
@@ -213,6 +239,30 @@ def test_a_sum_over_two_split_dims_is_one_reduction():
 
     for got in on_ranks(run, GRID):
         torch.testing.assert_close(got, 2 * X)
+
+
+OVER = {
+    "sum": (P, lambda x: x.sum((0, 1))), "mean": (P, lambda x: x.mean((0, 1))), "sum of a dim": (P, lambda x: x.sum(0)),
+    "amax": (mw.Partial("max"), lambda x: x.amax((0, 1))), "amin": (mw.Partial("min"), lambda x: x.amin((0, 1))),
+    "prod": (mw.Partial("product"), lambda x: x.prod()), "any": (mw.Partial("any"), lambda x: (x > 1).any()),
+    "all": (mw.Partial("all"), lambda x: (x < 9).all()), "count": (P, lambda x: (x > 0).count_nonzero()),
+    "norm": (P, lambda x: torch.linalg.vector_norm(x, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OVER)
+def test_reductions_over_split_dims_are_partial_by_their_kind(name):
+    p, fn = OVER[name]
+    rest = R if name == "sum of a dim" else p
+
+    def run():
+        made, sent = kinds(lambda: fn(dist(X + 0.3, S0, S1, mesh=GRID)))
+        assert made.placements == (p, S0 if rest == R else rest)
+        assert sent == {}
+        return mw.unshard(made)
+
+    for got in on_ranks(run, GRID):
+        torch.testing.assert_close(got, fn(X + 0.3))
 
 
 # ------------------------------------------------------------------------------------------ losses
@@ -257,16 +307,20 @@ def test_losses_over_an_uneven_batch(name):
     want.backward()
 
     def run():
-        given = dist(x, S0).requires_grad_()
-        made = fn(given, dist(y, S0))
-        assert made.placements == ((R,) if name == "weighted" else (P,))  # the sum of the weights divides
-        _, sent = kinds(made.backward)
-        assert sent == {}
-        return made.item(), mw.unshard(given.grad)
+        found = []
+        for p in (S0, S1) if name in ("mse", "huber", "bce") else (S0,):
+            given = dist(x, p).requires_grad_()
+            made = fn(given, dist(y, p))
+            assert made.placements == ((R,) if name == "weighted" else (P,))  # the sum of the weights divides
+            _, sent = kinds(made.backward)
+            assert sent == {}
+            found.append((made.item(), mw.unshard(given.grad)))
+        return found
 
-    for got, grad in on_ranks(run):
-        torch.testing.assert_close(got, want.item())
-        torch.testing.assert_close(grad, leaf.grad)
+    for found in on_ranks(run):
+        for got, grad in found:
+            torch.testing.assert_close(got, want.item())
+            torch.testing.assert_close(grad, leaf.grad)
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])

@@ -152,7 +152,7 @@ def test_a_gradient_says_what_made_it_partial() -> None:
     def run() -> Any:
         model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16, bias=False))
         step = mw.compile_step(
-            model, lambda m, x: m(x).square().mean(), None, torch.zeros(4, 3, dtype=torch.long),
+            model, lambda m, x: m[1](m[0](x) * 2).square().mean(), None, torch.zeros(4, 3, dtype=torch.long),
             mesh=TP, layouts={"*.weight": {"tp": mw.Shard(0)}},
         )  # fmt: skip
         return step.explain()

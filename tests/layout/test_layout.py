@@ -145,6 +145,9 @@ def test_paddle_view():
     assert layout.dims_mapping == [-1, 1, -1]
     assert layout.partial == {0: "sum"}
     assert from_dims_mapping(TWO, [-1, 1, -1], {0: "SUM"}) == layout
+    both = [mw.Shard(0), mw.Shard(0)]
+    for axes in ([0, 1], [1, 0]):
+        assert from_dims_mapping(TWO, [axes, -1]) == mw.Layout(TWO, both, order={0: axes}, ndim=2)
 
 
 @given(mesh=meshes(), ndim=st.integers(0, 3), data=st.data())
@@ -280,6 +283,8 @@ def test_picture():
         (lambda: mw.Layout(TWO, {"tp": mw.Shard(0)}, order={0: ["tp", "dp"]}), "order of dim 0 names ['tp', 'dp'], "
          "but the axes that split it are ['tp']"),
         (lambda: mw.Layout(TWO, [mw.Shard(0)] * 2, order={0: ["tp", "tp"]}), "order of dim 0 names ['tp', 'tp']"),
+        (lambda: mw.Layout(TWO, [mw.Shard(0, blocks=(4, 4)), mw.Shard(0)], ndim=1), "a dim that is split by blocks is "
+         "split by no other axis"),
     ],
 )  # fmt: skip
 def test_layouts_that_cannot_be(make, message):

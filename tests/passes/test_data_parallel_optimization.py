@@ -229,6 +229,36 @@ def test_with_gradient_merge_in_either_order() -> None:
     assert fewer["all_reduce"] < kinds["all_reduce"]
 
 
+def test_all_programs_of_a_merge_are_optimized() -> None:
+    """Micro-steps gather and scatter for stored parameters, a flush sums and scales as the last micro-step does."""
+
+    def run(name: str, passes: list[Any], options: dict[str, Any]) -> Any:
+        model, loss, batch, layouts = case(name, {"dp": 2})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        mesh, options = mw.Mesh({"dp": 2}), {**layouts, **options, "passes": passes}
+        step = mw.compile_step(model, loss, optimizer, batch, mesh=mesh, **options)
+        for i in range(5):
+            step(tuple(t.roll(i, 0) for t in batch))
+        step.flush()
+        programs = {"last": step.program, **step.program.parts}
+        kinds = {n: (sum(p.kinds.values()), len(list(starts(p)))) for n, p in programs.items()}
+        scaled = {n: sum(m.target is torch.ops.aten.mul.Tensor and bool(info_of(m).grad_of) for m in p.graph.nodes)
+                  for n, p in programs.items()}  # fmt: skip
+        return {n: mw.unshard(p.detach()).clone() for n, p in model.named_parameters()}, kinds, scaled
+
+    merge = "gradient-merge:k_steps=3,weighted=false"
+    for name, options, other in (("gpt", {"fsdp": "dp"}, "accumulate"), ("cnn", {}, "flush")):
+        (plain, kinds, _), (made, fewer, scaled) = (
+            mw.simulate(lambda: run(name, passes, options), mw.Mesh({"dp": 2}))[0]  # noqa: B023
+            for passes in ([merge], [merge, SMALL])
+        )
+        assert furthest(plain, made) == 0
+        for part in ("last", other):
+            assert 0 < fewer[part][0] < kinds[part][0], (name, part)
+            assert fewer[part][1] > kinds[part][1] == 0
+        assert scaled == dict.fromkeys(scaled, 0)
+
+
 def on_processes(name: str, axes: dict[str, int], passes: list[Any]) -> tuple[dict[str, Tensor], dict[str, int]]:
     return train(name, axes, passes, connect=True)
 

@@ -276,6 +276,8 @@ def test_the_given_program_stays_as_it_is(program: Program) -> None:
 def test_a_pass_that_cannot_apply_is_named(program: Program) -> None:
     with pytest.raises(PassError, match="test-refuses: there is no loop to unroll"):
         PassManager([Refuses()])(program)
+    with pytest.raises(PassError, match="test-refuses: there is no loop to unroll"):
+        PassManager([First(), Refuses(), Third()])(program)
 
 
 def test_what_a_pass_leaves_is_verified(program: Program) -> None:

@@ -16,7 +16,7 @@ from meshwright.ranks import runtime
 from meshwright.resharding import executor
 from meshwright.resharding.conversions import transpose
 from meshwright.resharding.planner import plan as make_plan
-
+from tests.support.compare import laid
 
 R = Replicate()
 
@@ -106,6 +106,32 @@ def test_every_pair_on_two_axes(axes, shape):
     mw.simulate(run, mesh)
 
 
+def test_second_derivatives_through_every_pair():
+    """What a gradient is, is a value again: its own gradient needs its type."""
+    mesh, x, w, v = mw.Mesh({"x": 3}), *torch.randn(3, 4, 2, dtype=torch.float64)
+    placements = [Replicate(), Partial(), Shard(0), Shard(1)]
+
+    def derivatives(x, through):
+        (g,) = torch.autograd.grad((through(x * 1).sin() * w).sum(), x, create_graph=True)
+        (h,) = torch.autograd.grad((g.exp() * v).sum(), x, create_graph=True)
+        return g, h, *torch.autograd.grad((h * h).sum(), x)
+
+    want = derivatives(x.clone().requires_grad_(), lambda y: y)
+
+    def run():
+        found = []
+        for src, dst in itertools.product(placements, repeat=2):
+            leaf = laid(x.clone().requires_grad_(), mesh, [src])
+            made = derivatives(leaf, lambda y, dst=dst: mw.reshard(y, [dst]))
+            found.append(((src, dst), [mw.unshard(t).detach() for t in made]))
+        return found
+
+    for found in mw.simulate(run, mesh):
+        for pair, made in found:
+            for have, ref in zip(made, want, strict=True):
+                torch.testing.assert_close(have, ref.detach(), msg=lambda m, pair=pair: f"{pair}: {m}")
+
+
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_orders_of_axes_on_one_dim(data):
@@ -182,6 +208,7 @@ def test_exchange_is_one_all_to_all():
     )
     assert [s.kind for s in plan.steps] == ["all_to_all"]
     assert plan.forward_bytes == 3 / 4 * 64
+    assert [s.kind for s in make_plan(plan.dst, plan.src).steps] == ["all_to_all"]
 
 
 def test_partial_max_cannot_become_partial_sum_silently():

@@ -59,7 +59,7 @@ def test_conversions_on_two_axes():
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
 def test_a_replicated_value_becomes_any_partial(op):
     """One rank keeps a product's value and the others bring ones; it read back as its n-th power."""
-    x = torch.tensor([3.0, 5.0], dtype=torch.float64)
+    x = torch.tensor([3.0, -5.0, 0.5], dtype=torch.float64)
 
     def run():
         leaf = mw.shard_tensor(x.clone().requires_grad_(), FOUR, [R])
@@ -67,7 +67,13 @@ def test_a_replicated_value_becomes_any_partial(op):
         (mw.reshard(made, [R]) * x).sum().backward()
         return mw.unshard(made.detach()), mw.unshard(leaf.grad)
 
-    for value, grad in on_ranks(run):
+    def run_on_two():
+        leaf = mw.shard_tensor(x.clone().requires_grad_(), GRID, [R, R])
+        made = mw.reshard(leaf, [Partial(op), Partial(op)])
+        (mw.reshard(made, [R, R]) * x).sum().backward()
+        return mw.unshard(made.detach()), mw.unshard(leaf.grad)
+
+    for value, grad in (*on_ranks(run), *on_ranks(run_on_two, GRID)):
         torch.testing.assert_close(value, x)
         torch.testing.assert_close(grad, x)
 
@@ -131,6 +137,28 @@ def test_the_gradient_of_a_leaf_is_that_of_its_value(op):
             torch.testing.assert_close(g, want)
 
 
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
+def test_the_gradient_of_parts_with_ties_and_zeros(op):
+    """Below zero, several that hold an extremum, and a product of which one factor, or two, are zero."""
+    parts = torch.tensor([[-1.0, -7, 2, 0], [-4, -2, 2, 3], [-4, -2, 0.5, 0], [-3, -9, 2, 5]], dtype=torch.float64)
+    w = torch.tensor([2.0, 3, -1, 4], dtype=torch.float64)
+    whole = parts.clone().requires_grad_()
+    folds = {"sum": whole.sum(0), "avg": whole.mean(0), "max": whole.amax(0), "min": whole.amin(0)}
+    (folds.get(op, whole.prod(0)) * w).sum().backward()
+
+    def run():
+        local = parts[mw.ranks.runtime.RT.rank].clone().requires_grad_()
+        found = []
+        for to in (R, S0):
+            y = mw.reshard(mw.from_local(local * 1, FOUR, [Partial(op)]), [to])
+            found += torch.autograd.grad((y * w).sum(), local)
+        return found
+
+    for rank, found in enumerate(on_ranks(run)):
+        for got in found:
+            torch.testing.assert_close(got, whole.grad[rank])
+
+
 def test_a_leaf_that_is_a_product_has_no_gradient():
     def run():
         x = mw.from_local(torch.full((2,), 2.0), FOUR, [Partial("product")]).requires_grad_()
@@ -146,6 +174,14 @@ def test_reductions_that_do_not_commute_are_refused():
     with pytest.raises(LayoutError, match="reductions by sum and by max do not commute, so the value would depend on"):
         Layout(GRID, [Partial(), Partial("max")])
     Layout(GRID, [Partial(), Partial("avg")])
+    three = mw.Mesh({"a": 2, "b": 2, "c": 2})
+    for p, q in itertools.product(REDUCE_OPS, repeat=2):
+        for places in (lambda a, b: [a, b, R], lambda a, b: [a, R, b]):
+            if p == q or {p, q} == {"sum", "avg"}:
+                Layout(three, places(Partial(p), Partial(q)))
+                continue
+            with pytest.raises(LayoutError, match=f"reductions by {p} and by {q} do not commute"):
+                Layout(three, places(Partial(p), Partial(q)))
 
     def run():
         x = mw.shard_tensor(torch.ones(2), GRID, [Partial(), R])

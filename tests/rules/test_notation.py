@@ -75,18 +75,22 @@ def test_leading_dims():
 
 
 MEANT = [
-    ("(h d) b -> h (b d)", [(6, 4)], {"sizes": {"d": 3}}, lambda x: x.unflatten(0, (-1, 3)).permute(0, 2, 1).flatten(1), "bh"),
+    ("(h d) b -> h (b d)", [(6, 4)], {"sizes": {"d": 3}},
+     lambda x: x.unflatten(0, (-1, 3)).permute(0, 2, 1).flatten(1), "bh"),
     ("h d b -> b (h d)", [(4, 3, 2)], {}, lambda x: x.permute(2, 0, 1).flatten(1), "bh"),
     ("... k, n k -> ... n", [(2, 4, 6), (8, 6)], {"reduced": "k"}, torch.nn.functional.linear, "kn~0~1"),
     ("..., ... -> ...", [(2, 1, 6), (4, 6)], {}, torch.mul, "~0~1~2"),
     ("..., ... -> ...", [(6,), (2, 4, 6)], {}, torch.mul, "~0~1~2"),
+    ("..., ... -> ...", [(4, 4, 4), (4, 4)], {}, torch.mul, "~0~1~2"),
+    ("... (h d), ... h 1 -> ... h d", [(1, 4, 6), (2, 1, 2, 1)], {"sizes": {"d": 3}},
+     lambda x, y: x.unflatten(-1, (-1, 3)) * y, "h~0~1"),
     ("a b c -> a", [(2, 4, 6)], {"reduced": {"b": "max", "c": "max"}}, lambda x: x.amax((1, 2)), "abc"),
     ("a b -> a", [(2, 4)], {}, lambda x: x.std(1), "a"),
     ("i j, j k -> i k", [(2, 4), (4, 6)], {"reduced": "j"}, torch.matmul, "ijk"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("line", "shapes", "more", "fn", "split"), MEANT, ids=[m[0] for m in MEANT])
+@pytest.mark.parametrize(("line", "shapes", "more", "fn", "split"), MEANT, ids=[f"{m[0]} of {m[1]}" for m in MEANT])
 def test_a_line_means_what_einsum_would_make_of_it(line, shapes, more, fn, split):
     """Of two parts of each factor that may be split the op makes the parts, or the terms, of the result."""
     rule = made(line, *shapes, **more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 import meshwright as mw
+from meshwright.ranks import runtime
 
 FOUR = mw.Mesh({"x": 4})
 GRID = mw.Mesh({"dp": 2, "tp": 2})
@@ -64,12 +66,55 @@ def same(
     want = plain(fn(*[fresh(t) for t, _ in leaves]))
 
     def run() -> Any:
-        return plain(fn(*[mw.shard_tensor(fresh(t), mesh, p, check=False) for t, p in leaves]))
+        return plain(fn(*[laid(t, mesh, p) for t, p in leaves]))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for rank, got in enumerate(mw.simulate(run, mesh)):
             check_equal(got, want, f"rank {rank}: ")
+
+
+def laid(t: torch.Tensor, mesh: mw.Mesh, placements: Sequence[Any]) -> mw.DistTensor:
+    """A leaf of these placements; where it is Partial, of parts that differ from rank to rank."""
+    if not any(isinstance(p, mw.Partial) for p in placements) or not t.isfinite().all():
+        return mw.shard_tensor(fresh(t), mesh, placements, check=False)
+    part = t.detach()
+    for p, n, i in zip(placements, mesh.sizes, mesh.coordinate(runtime.RT.rank), strict=True):
+        if isinstance(p, mw.Partial):
+            part = _PARTS[p.op](part, n, i)
+    whole = [mw.Replicate() if isinstance(p, mw.Partial) else p for p in placements]
+    part = mw.shard_tensor(part, mesh, whole, check=False).to_local()
+    made = mw.from_local(part, mesh, placements, shape=t.shape, check=False)
+    return made.requires_grad_(t.requires_grad)
+
+
+def _summand(t: torch.Tensor, n: int, i: int) -> torch.Tensor:
+    """Exact, and together the whole."""
+    parts = [2, -2] * n
+    return t * (parts[i] if i < n - 1 else 1 - sum(parts[: n - 1]))
+
+
+def _factor(t: torch.Tensor, n: int, i: int) -> torch.Tensor:
+    if not t.is_floating_point():
+        return t if i == 0 else torch.ones_like(t)
+    others = [2.0, 0.5] * n
+    return t / math.prod(others[1:n]) if i == 0 else torch.full_like(t, others[i])
+
+
+def _held(t: torch.Tensor, n: int, i: int) -> torch.Tensor:
+    """Where this rank has the value that counts."""
+    return (torch.arange(t.numel()) % n == i).reshape(t.shape)
+
+
+_PARTS: dict[str, Callable[[torch.Tensor, int, int], torch.Tensor]] = {
+    "sum": _summand,
+    "avg": lambda t, n, i: _summand(t, n, i) * n,
+    "max": lambda t, n, i: torch.where(_held(t, n, i), t, t - 1),
+    "min": lambda t, n, i: torch.where(_held(t, n, i), t, t + 1),
+    "product": _factor,
+    "any": lambda t, n, i: t & _held(t, n, i),
+    "all": lambda t, n, i: t | ~_held(t, n, i),
+}
 
 
 def fresh(t: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 ``python -m tests.support.seeds [WORDS...]`` breaks a copy of the checkout, row by row (those whose first cell has one
 of the words, or whose number is in a range such as ``1-20``), runs the row's tests in it and says which stay green.
-With ``--whole`` grids are whole; with ``--others`` only the breaks of ``OTHERS``: three for each row, chosen from its claim and the code without sight of
-its tests.  ``test_seeds.py`` compares the first table with the page and the code; breaks of the others whose text is no
-longer there are reported here.
+With ``--whole`` grids are whole; with ``--others`` only the breaks of ``OTHERS``: three for each row, chosen from its
+claim and the code without sight of its tests.  ``test_seeds.py`` compares the first table with the page and the code;
+breaks of the others whose text is no longer there are reported here.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def verdict(folder: Path, tests: Sequence[str], *options: str) -> tuple[str, str
         for name in [n for n in sys.modules if n.partition(".")[0] == "tests"]:  # this very module: of the checkout
             del sys.modules[name]
         sys.dont_write_bytecode = True
-        os._exit(pytest.main([*(f"tests/{t}" for t in tests), "-x", "-q", "-p", "no:cacheprovider", "--tb=line", *options]))
+        os._exit(
+            pytest.main([*(f"tests/{t}" for t in tests), "-x", "-q", "-p", "no:cacheprovider", "--tb=line", *options])
+        )
     over = threading.Timer(PATIENCE, os.killpg, (child, signal.SIGTERM))  # a hang is red
     over.start()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -135,8 +137,12 @@ def _reason(said: str) -> str:
 
 
 def _picked(words: Sequence[str], number: int, row: Row) -> bool:
-    ranges = [range(int(a), int(b or a) + 1) for a, b in re.findall(r"(?m)^(\d+)(?:-(\d+))?$", "\n".join(words))]
-    return not words or any(number in r for r in ranges) or any(w in row.asked for w in words)
+    """Whether a row is one of those asked for: all, those of a range of numbers, or with a word in the first cell."""
+    for word in words:
+        numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
+        if int(numbers[1]) <= number <= int(numbers[2] or numbers[1]) if numbers else word in row.asked:
+            return True
+    return not words
 
 
 def main(words: Sequence[str]) -> int:

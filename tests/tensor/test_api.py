@@ -229,6 +229,17 @@ def test_reshard_by_name_keeps_the_other_axes():
         assert mw.reshard(x, [R, S0]).placements == (R, S0)
         assert mw.reshard(x, {"dp": S0}) is x
         assert mw.reshard(x, {"dp": mw.Shard(-1), "tp": R}).placements == (S1, R)
+        part = mw.reshard(x, {"tp": mw.Partial()})
+        assert part.placements == (S0, mw.Partial())
+        assert mw.reshard(part, {"dp": R}).placements == (R, mw.Partial())
+        assert mw.reshard(part, {"dp": mw.Partial()}).spec.layout.partial == {0: "sum", 1: "sum"}
+        turned = mw.reshard(x, [S0, S0], order={0: ["tp", "dp"]})
+        assert turned.spec.layout.dims == {0: ("tp", "dp")}
+        for y in (x, part, turned):
+            assert torch.equal(mw.unshard(y), ramp(8, 4))
+        both = mw.Layout(GRID, [mw.Partial(), mw.Partial()])
+        assert both.without_partial() == mw.Layout(GRID)
+        assert both.without_partial([1]).partial == {0: "sum"}
 
     on_ranks(run, GRID)
 
@@ -277,10 +288,11 @@ def test_constrain():
         y = mw.constrain(x, [S1])
         assert not isinstance(y, mw.DistTensor) or y.placements == (S1,)
         assert isinstance(y, mw.DistTensor) or y is x
-        return y
+        return y, *(torch.autograd.grad((y * y).sum(), x) if x.requires_grad else ())
 
     for p in LAYOUTS:
         same(run, (ramp(8, 4), p))
+        same(run, (ramp(8, 4).requires_grad_(), p))
 
 
 def test_what_cannot_be():

@@ -590,6 +590,47 @@ def test_plain_tensors_and_scalars_mix_in():
         same(run, (ramp(10, 4), p), (ramp(4), (R,)))
 
 
+def test_gradients_of_plain_tensors_beside_distributed_ones():
+    """On every rank the whole gradient; the tensor stays plain, also where an op gives it back."""
+    uses = [
+        lambda x, q: (x * q).square().sum(),
+        lambda x, q: (x + q).square().sum(),
+        lambda x, q: ((x - 1) @ q).relu().sum(),
+        lambda x, q: (nn.functional.linear(x, torch.stack([q, q]), None) ** 2).sum(),
+        lambda x, q: (q * q).sum() + x.sum(),
+        lambda x, q: torch.where(x > 1, x, q).square().sum(),
+        lambda x, q: (x.sum() * q).square().sum(),
+    ]
+
+    def run(p):
+        x = mw.reshard(mw.shard_tensor(ramp(7, 4), FOUR, (R,)), p)
+        made = []
+        for use in uses:
+            for needed in (False, True):  # plans for the one serve the other not
+                q = (ramp(4) + 1).requires_grad_(needed)
+                loss = use(x, q)
+                made.append(float(loss))
+                if needed:
+                    made.append(torch.autograd.grad(loss, q)[0])
+                    assert type(made[-1]) is torch.Tensor
+        q = ramp(4)
+        for op in (lambda: q.type_as(x), lambda: q.to(x), lambda: torch.broadcast_tensors(q, x[0])[0]):
+            op()
+            assert type(q) is torch.Tensor
+        return made
+
+    want = []
+    for use in uses:
+        for needed in (False, True):
+            q = (ramp(4) + 1).requires_grad_(needed)
+            loss = use(ramp(7, 4), q)
+            want += [float(loss), *([torch.autograd.grad(loss, q)[0]] if needed else [])]
+    for p in WITH_PARTIAL:
+        for made in mw.simulate(lambda: run(p), FOUR):  # noqa: B023
+            for have, ref in zip(made, want, strict=True):
+                torch.testing.assert_close(have, ref)
+
+
 def test_inference_mode_and_no_grad():
     def run(x, w):
         with torch.inference_mode():
