@@ -15,7 +15,7 @@ OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-long test-torch lint format bench bench-quick gpu conformance conformance-yardstick conformance-paddle conformance-models mutants seeds changelog clean
+.PHONY: help setup demo test test-quick test-long test-torch lint format bench bench-quick gpu conformance conformance-yardstick conformance-paddle conformance-models mutants seeds docs changelog clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -87,6 +87,10 @@ conformance-models: setup  ## models of transformers on meshes against one devic
 
 mutants: setup  ## mutants of the core, which some test should notice (MUTANTS="passes/ --sample 60": some of them)
 	$(ONE_THREAD) $(BIN)/python -m conformance.mutation --least 0.9 $(MUTANTS)
+
+docs: setup  ## the site in build/site, without a warning; look at it: python -m http.server -d build/site
+	$(PIP) install -q $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 changelog: setup  ## the next version's section of CHANGELOG.md, from changelog.d/ (at a release: towncrier build --version X)
 	$(BIN)/towncrier build --draft --version next

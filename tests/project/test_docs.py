@@ -1,4 +1,4 @@
-"""The ```python blocks of README.md and docs/*.md run, file by file, in order."""
+"""The ```python blocks of README.md and docs/**/*.md run, file by file, in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from meshwright.program.step import CompiledStep
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = "# not run"  # as a block's first line: it needs what a test has not, such as several machines
 MOST_NOT_RUN = 3
 

@@ -96,29 +96,29 @@ class Checkpoints:
         self, step: int, *, model: Any = None, optimizer: Any = None, scheduler: Any = None, loader: Any = None,
         program: Any = None, gradients: bool = False, wait: bool = False,
     ) -> Save:  # fmt: skip
-        """Begin to save, on all ranks together.  Each writes its own parts, what several hold once.
+        """Begin to save, on all ranks together. Each rank writes its shards; values that several hold are written once.
 
-        Returns when what is saved was copied; ``.wait()`` when it is a checkpoint, which survives anything from then
-        on.  A save before is waited for.  The copy's memory is kept for the next one.
+        Returns once the values are copied. Call `.wait()` on the result to wait for the complete checkpoint, which
+        survives any crash from then on. A save waits for the one before. The memory of the copy is kept for the next.
+
+        The state of the default random generator, which all ranks share, is always saved. Those of Python and NumPy
+        are saved if all ranks have the same.
 
         Args:
-            step: of the run, from 0.
-            model: its parameters and what buffers its ``state_dict()`` has; tied ones once.
-            optimizer: one or a list; states are saved by names of parameters.
-            scheduler: one or a list.
-            loader: one or a list, with the place in the data: what ``mw.shard_dataloader`` returns.
-            program: a captured step, which has model and optimizer with it.
-            gradients: ``.grad`` of the parameters too: for a save between two backwards of an accumulation.  A load
-                puts them back; sums that a captured step holds are always saved.
-            wait: write it all before this returns, from where it lies: no memory is needed for a copy.
-
-        The state of the default random generator, which all ranks share, is always saved; those of Python and NumPy too
-        where all ranks have the same.
+            step: Step of the run, from 0.
+            model: Model; its parameters and the buffers of its `state_dict()`. Tied ones are saved once.
+            optimizer: One or a list; states are saved by parameter name.
+            scheduler: One or a list.
+            loader: One or a list, with the position in the data: the results of `mw.shard_dataloader`.
+            program: A captured step; includes its model and optimizer.
+            gradients: Also save `.grad`, for a save between two backward passes of an accumulation. A load restores
+                it. Sums that a captured step holds are always saved.
+            wait: Write everything before returning, without a copy.
 
         Raises:
-            CheckpointError: on all ranks: what cannot be saved; the save before failed, and nobody waited for it; with
-                ``wait``, this one could not be written.
-            DesyncError: on all ranks: they save different things.
+            CheckpointError: On all ranks, if something cannot be saved, the previous save failed and nobody waited for
+                it, or, with `wait`, this one cannot be written.
+            DesyncError: On all ranks, if they save different things.
         """
         roles = Roles.of(model, optimizer, scheduler, loader, program)
         self._settle()
@@ -138,22 +138,26 @@ class Checkpoints:
         self, *, model: Any = None, optimizer: Any = None, scheduler: Any = None, loader: Any = None,
         program: Any = None, step: int | None = None,
     ) -> int | None:  # fmt: skip
-        """Fill model, optimizer and so on, in place, from the newest complete checkpoint; on all ranks together.
+        """Fill model, optimizer and so on, in place, from the newest complete checkpoint, on all ranks together.
 
-        They may lie otherwise, on another mesh, than where they were saved.  Each rank reads what it needs.
+        Mesh and layouts may differ from those of the save. Each rank reads only what it needs.
 
         Args:
-            step: that of this step instead.
-            model, optimizer, scheduler, loader, program: as for :meth:`save`; what is not given is not loaded.
+            model: As for `save`. What is not given is not loaded.
+            optimizer: As for `save`.
+            scheduler: As for `save`.
+            loader: As for `save`.
+            program: As for `save`.
+            step: Load the checkpoint of this step instead of the newest.
 
         Returns:
-            The step; None where there is no checkpoint: nothing was changed.
+            The step, or `None` if there is no checkpoint; then nothing changes.
 
         Raises:
-            CheckpointError: on all ranks: none of that step, one of another model, one that is damaged.  Unless it is
-                damaged, or a ``load_state_dict`` of what was given raises, nothing was changed.
-            ShardError: on all ranks: a loader of another length or kind; nothing was changed.
-            DesyncError: on all ranks: they load different things; nothing was changed.
+            CheckpointError: On all ranks, if there is none of that step, or it is damaged or of another model. Nothing
+                changes, unless it is damaged or a `load_state_dict` of yours raises.
+            ShardError: On all ranks, if a loader has another length or kind. Nothing changes.
+            DesyncError: On all ranks, if they load different things. Nothing changes.
         """
         roles = Roles.of(model, optimizer, scheduler, loader, program)
         self._settle()

@@ -26,7 +26,7 @@ class Spec:
 
     DTensor: `DTensorSpec`.
 
-    Args:
+    Attributes:
         shape: Global shape.
         dtype: Dtype.
         layout: Mesh and placements.
