@@ -69,7 +69,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: mw.shard_module(net(), MESH, {"1.num_batches_tracked": S}),
         "1.num_batches_tracked, of shape.*nothing to split",
     ),
-    "shard_optimizer states": (lambda: mw.shard_optimizer(sgd(laid()), shard_states=3), "over cannot be an int"),
+    "shard_optimizer states": (lambda: mw.shard_optimizer(sgd(laid()), shard_states=3), "shard_states cannot be"),
     "shard_optimizer other": (lambda: mw.shard_optimizer(sgd(net())), "PEFT.* comes before both"),
     "loader axis": (lambda: next(iter(mw.shard_dataloader([T], MESH, {"pd": mw.Shard(0)}))), "'pd' is no axis of Mesh"),
     "loader key": (

@@ -9,11 +9,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils import _device
 
 import meshwright.kernels as kernels
 from meshwright import torch_changes
 from meshwright.passes import agreement
-from meshwright.program.capture import build, micro_batches
+from meshwright.program.capture import build
 from meshwright.program.capture.micro_batches import find_weight
 from meshwright.program.capture.partition import _Partition
 from meshwright.shard.initialization.replay import Replay
@@ -44,18 +45,16 @@ def _equal_counts(*args: Any) -> Any:
     return replace(found, weight=weight)
 
 
-def _first_dim(captured: Any, layouts: Any, rows_dim: Any) -> Any:
-    return [micro_batches._along({s.node: s.fake for s in captured.sources if s.kind == "batch"}, 0)]
-
-
 @contextlib.contextmanager
 def _by_identity() -> Iterator[None]:
-    """Tables of PyTorch do not know what is in place of their functions."""
+    """Tables that PyTorch filled before the first mesh do not know what is in place of their functions."""
     kind: Any = torch_changes.StandIn
-    with mock.patch.object(kind, "__eq__", object.__eq__), mock.patch.object(kind, "__hash__", object.__hash__):
-        torch.utils._device._device_constructors.cache_clear()
+    known = {f.__wrapped__ if isinstance(f, kind) else f for f in _device._device_constructors()}
+    with (
+        mock.patch.object(kind, "__eq__", object.__eq__), mock.patch.object(kind, "__hash__", object.__hash__),
+        mock.patch.object(_device, "_device_constructors", return_value=known),
+    ):  # fmt: skip
         yield
-    torch.utils._device._device_constructors.cache_clear()
 
 
 @contextlib.contextmanager
@@ -73,8 +72,7 @@ def _forgotten() -> Iterator[None]:
 DEFECTS: dict[str, Defect] = {
     # Buckets, their order and factors: each rank decides for itself.
     "decided by each rank": lambda: mock.patch.object(agreement, "_exchange", _NoExchange()),
-    # Micro-batches: the first dim has the rows; how many count is not asked.
-    "rows are dim 0": lambda: mock.patch.object(micro_batches, "row_dims", _first_dim),
+    # Micro-batches: how many of the rows count is not asked.
     "counts of a loss are equal": lambda: mock.patch.object(build, "find_weight", _equal_counts),
     "kernels without their guard": lambda: mock.patch.object(kernels, "_with_rows", lambda t: t),
     "stand-ins by identity": _by_identity,

@@ -79,6 +79,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     "AdamW, clipped": {"kind": "AdamW", "clip": 0.05},
     "RMSprop": {"kind": "RMSprop"},
     "two optimizers": {"kind": "SGD", "two": True},
+    "made before": {"kind": "AdamW", "before": True},  # than the model is on the mesh, and not sharded by itself
     "scheduled": {"kind": "SGD", "scheduled": True},
     "gradients only": {"kind": None},
 }

@@ -119,6 +119,8 @@ class Rank:
         with torch.device("meta") if "meta" in how else contextlib.nullcontext():
             model = Net(self.made, plain=False)
         torch.manual_seed(0)
+        stray = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta != ("meta" in how)]
+        assert not stray, f"{stray}: not on the device that the constructor was run for"
         return model
 
     def load(self, model: nn.Module) -> None:
@@ -237,13 +239,15 @@ class Training:
 class Eager(Training):
     def build(self, again: bool) -> None:
         rank, storage = self.rank, self.rank.storage(self.model, again)
-        over = {k: v for k, v in storage.items() if not k.startswith("states")}
-        mw.shard_module(self.model, self.mesh, rank.layouts(self.model, again), precision=rank.precision(), **over)
+        states = {k: storage.pop(k) for k in ("shard_states", "offload_states") if k in storage}
+        before = UPDATES[self.made["update"]].get("before", False)
+        self.optimizers = program.optimizers(self.made, self.model) if before else []
+        mw.shard_module(self.model, self.mesh, rank.layouts(self.model, again), precision=rank.precision(), **storage)
         if not again:
             rank.load(self.model)
-        self.optimizers = program.optimizers(self.made, self.model)
-        for o in self.optimizers:
-            mw.shard_optimizer(o, **{k: v for k, v in storage.items() if k.startswith("states")})
+        self.optimizers = self.optimizers or program.optimizers(self.made, self.model)
+        for o in self.optimizers if states or not before else ():
+            mw.shard_optimizer(o, **states)
 
     def _placed(self, batch: Batch) -> Batch:
         how = placed(self.made, batch)
