@@ -10,6 +10,7 @@ import zlib
 import pytest
 
 from meshwright.program.step import CompiledStep
+from tests.support import device, late
 from tests.support import sweep as sweeps
 
 SALT = "MESHWRIGHT_SALT"  # in the environment, so that all workers of a run have one
@@ -17,6 +18,7 @@ SALT = "MESHWRIGHT_SALT"  # in the environment, so that all workers of a run hav
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="all cases of grids and sweeps, long tests too")
+    parser.addoption("--late", action="store_true", help="ranks deliver what is started at its wait, and check memory")
     parser.addoption("--salt", help="which covering array of three-way interactions; else another one in each run")
 
 
@@ -31,13 +33,18 @@ def pytest_configure(config: pytest.Config) -> None:
     CompiledStep.compares = bool(config.getoption("--whole"))
     if not hasattr(config, "workerinput"):
         os.environ[SALT] = config.getoption("--salt") or str(int(time.time()))
+    device.install(pytest.MonkeyPatch()).__enter__()  # for good
+    if config.getoption("--late"):
+        late.install(pytest.MonkeyPatch())
     if config.getoption("--whole"):
         sweeps.WHOLE = True
         config.option.markexpr = ""
 
 
+@pytest.hookimpl(tryfirst=True)  # before what -m leaves out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test marked ``thin(n)``, keep one in n of its cases: by their names, so that a new case moves no other."""
+    device.mark(items)
     if config.getoption("--whole") or any("::" in arg for arg in config.args):
         return
     seen: set[str] = set()

@@ -88,3 +88,5 @@ def test_processes_of_a_check() -> None:
     found = gpu.found_of("fused AdamW, ZeRO-3", HERE, 100.0)
     assert found["passed"], found
     assert found["backend"] == "gloo"
+    # The ranks that are killed last do not report the end of the first.
+    assert gpu.found_of("fused AdamW, ZeRO-3", HERE, 0.3)["error"] == "did not end within 0 s"

@@ -22,6 +22,7 @@ database = pytest.importorskip("torch.testing._internal.common_methods_invocatio
 op_db: list[Any] = database.op_db
 
 from conformance.opdb.cases import op_name  # noqa: E402 (it needs expecttest, too)
+from tests.support.device import DEVICE  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -53,13 +54,13 @@ GROUPS = 24
 
 
 def samples(op: Any, most: int) -> Iterator[Any]:
-    """Samples on the CPU with dense tensors, float32 where the op has it."""
-    dtypes = op.supported_dtypes("cpu")
+    """Samples with dense tensors, float32 where the op has it."""
+    dtypes = op.supported_dtypes(DEVICE)
     dtype = torch.float32 if torch.float32 in dtypes else torch.int64
     dtype = torch.float64 if op_name(op) in IN_FLOAT64 else dtype
     if dtype not in dtypes:
         return
-    for sample in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), most):
+    for sample in itertools.islice(op.sample_inputs(DEVICE, dtype, requires_grad=False), most):
         given = [t for t in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(t, torch.Tensor)]
         if given and all(t.layout is torch.strided for t in given) and sum(t.numel() for t in given) <= LARGEST:
             yield sample
@@ -162,9 +163,9 @@ def test_decompositions_are_the_op_itself(monkeypatch: pytest.MonkeyPatch) -> No
         for op in op_db:
             # Two draws may be equal.
             drawn = any(word in op.name for word in ("dropout", "rrelu", "fractional", "empty", "attention"))
-            if drawn or op.name in INAPPLICABLE or torch.float64 not in op.supported_dtypes("cpu"):
+            if drawn or op.name in INAPPLICABLE or torch.float64 not in op.supported_dtypes(DEVICE):
                 continue
-            for k, s in enumerate(itertools.islice(op.sample_inputs("cpu", torch.float64), 24)):
+            for k, s in enumerate(itertools.islice(op.sample_inputs(DEVICE, torch.float64), 24)):
                 given = (s.input, *s.args), s.kwargs
                 if any(t.layout is not torch.strided for t in tree_leaves(given) if isinstance(t, torch.Tensor)):
                     continue

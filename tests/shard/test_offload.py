@@ -23,6 +23,7 @@ from meshwright.shard.gradients import backward as backwards
 from meshwright.shard.parameters import host
 from meshwright.shard.parameters.stored import on_host
 from meshwright.tensor import GradientHook
+from tests.support.device import DEVICE
 from tests.support.shard_networks import TP, batches, loss_of, net, same_values, trained
 
 ONE, DP, THREE = mw.Mesh({"dp": 1}), mw.Mesh({"dp": 2}), mw.Mesh({"dp": 3})
@@ -290,7 +291,7 @@ def test_checkpoints_go_between_the_places(tmp_path: Path) -> None:
 def test_a_scaled_loss_and_other_threads() -> None:
     def fn() -> None:
         model = mw.shard_module(net(), ONE, offload="cpu")
-        scaler, opt = torch.amp.GradScaler("cpu", init_scale=8.0), torch.optim.SGD(model.parameters(), lr=0.0)
+        scaler, opt = torch.amp.GradScaler(DEVICE, init_scale=8.0), torch.optim.SGD(model.parameters(), lr=0.0)
         ids = split(IDS, ONE)
         scaler.scale(loss_of(model, ids)).backward()
         scaler.unscale_(opt)

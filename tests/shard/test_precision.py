@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import meshwright as mw
 from meshwright.errors import ShardError
 from meshwright.ranks import runtime
+from tests.support.device import DEVICE
 from tests.support.shard_networks import Tokens
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -313,12 +314,12 @@ def test_parameters_outside_of_their_modules_forward_are_seen_alike():
 
 def test_autocast_and_precision_say_the_same_or_are_refused():
     def fn(model, dtype):
-        with torch.autocast("cpu", dtype):
+        with torch.autocast(DEVICE, dtype):
             return mw.unshard(model(mw.shard_tensor(IDS[0], DP, {"dp": mw.Shard(0)})).detach())
 
     with pytest.raises(mw.errors.ShardError, match=r"autocast asks for torch.float16: leave one of them out"):
         sharded(NET, HALF, DP, lambda m: fn(m, torch.float16))
-    with torch.autocast("cpu", BF16):
+    with torch.autocast(DEVICE, BF16):
         want = functional_call(NET, {n: p.bfloat16() for n, p in NET.named_parameters()}, (IDS[0],)).detach()
     torch.testing.assert_close(sharded(NET, HALF, DP, lambda m: fn(m, BF16)), want, rtol=2e-2, atol=2e-2)
 

@@ -20,6 +20,7 @@ from meshwright.explanation.step import explain_program
 from meshwright.layout import Wire, wire_from, wire_name
 from meshwright.program.check.verify import verify_together
 from meshwright.ranks import runtime
+from tests.support.device import DEVICE
 from tests.support.processes import run_processes
 from tests.support.shard_networks import TP, Net, loss_of
 from tests.support.wire_values import summed, values
@@ -194,7 +195,7 @@ def test_overflow_is_seen(wire: Wire, options: dict[str, Any]) -> None:
         before = mw.unshard(model.weight.detach()).clone()
         data = torch.ones(2, 8)
         data[1, 3] = torch.inf
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=4.0)
         scaler.scale(model(mw.shard_tensor(data, mesh, {"dp": mw.Shard(0)})).sum()).backward()
         scaler.unscale_(optimizer)
         with pytest.raises(RuntimeError, match="non-finite"):

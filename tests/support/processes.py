@@ -12,10 +12,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from meshwright.compat import EXPORTER
+from tests.support import late
 
 # A server that has imported torch forks each rank: fast, and safe where this process runs threads.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -29,9 +31,11 @@ class ProcessError(AssertionError):
     """A rank failed; the message has its rank and traceback."""
 
 
-def _rank_main(pipe: Connection, rank: int, world: int, store: str, job: bytes) -> None:
+def _rank_main(pipe: Connection, rank: int, world: int, store: str, job: bytes, is_late: bool) -> None:
     torch.set_num_threads(1)
     try:
+        if is_late:
+            late.install(pytest.MonkeyPatch())
         fn, args = pickle.loads(job)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
         dist.barrier()  # a rank that is done at once must not go while another one still connects to it
@@ -62,7 +66,9 @@ def run_processes(fn: Callable[..., Any], world: int, *args: Any, timeout: float
         processes = []
         for rank in range(world):
             ours, theirs = CONTEXT.Pipe(duplex=False)
-            process = CONTEXT.Process(target=_rank_main, args=(theirs, rank, world, store, job), daemon=True)
+            process = CONTEXT.Process(
+                target=_rank_main, args=(theirs, rank, world, store, job, late.installed()), daemon=True
+            )
             process.start()
             theirs.close()
             pipes[ours] = rank

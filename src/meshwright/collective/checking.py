@@ -19,7 +19,7 @@ from .claims import PLAIN, Row, Window, claim, verdict, window, word
 from .digest import digests
 from .groups import Group
 from .monitor import disagreement, failure, started
-from .transport import GATHER
+from .transport import GATHER, Pending
 
 Tensor = torch.Tensor
 _FOLD: dict[str, Any] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin, "product": torch.prod}
@@ -42,13 +42,13 @@ def _exchanged(words: Sequence[int] | Tensor, group: Group, call: Call) -> Calla
         DesyncError: on every rank, from the answer: they ran different collectives in this group, or claimed other
             values.
     """
-    link = group.link
+    link, over = group.link, group.words or group
     assert link is not None
     claimed = Claimed(group)
     row = torch.zeros(2 + WORDS, dtype=torch.int64)
     row[0], row[1] = link.trace ^ mark(call), claimed.word
     row[2 : 2 + len(words)] = torch.as_tensor(words)
-    rows = _gathered(row.to(group.device), group, call)
+    rows = _gathered(row.to(over.device), over, call)
 
     def answer() -> Tensor:
         found = rows().cpu()
@@ -78,7 +78,7 @@ def _gathered(row: Tensor, group: Group, call: Call) -> Callable[[], Tensor]:
 def so_far(numbers: Sequence[int], group: Group, doing: str = "") -> Callable[[], list[tuple[int, ...]]]:
     """Start to compare what the ranks have done so far; call the answer for the ``numbers`` of each rank.
 
-    On gloo, where a message of a few bytes costs no device a wait; elsewhere nothing is sent.
+    Over gloo, where a message of a few bytes costs no device a wait; where there is none nothing is sent.
 
     Args:
         numbers: up to ``WORDS`` of them, of 64 bits.
@@ -88,7 +88,7 @@ def so_far(numbers: Sequence[int], group: Group, doing: str = "") -> Callable[[]
         DesyncError: on every rank, from the answer: they ran different collectives in this group.
     """
     own = tuple(numbers)
-    if group.size == 1 or (group.pg is not None and not group.gloo):
+    if group.size == 1 or group.words is None:
         return lambda: [own]
     call = Call(doing) if doing else _SO_FAR
     if runtime.RT.check:
@@ -127,6 +127,25 @@ def rendezvous(group: Group, call: Call, t: Any, compute: Callable[[list[Any]], 
     made, words = sim.rendezvous(group.ranks, call, (t, claimed.word), both)
     claimed.judge(words)
     return made
+
+
+def met(
+    group: Group, call: Call, t: Any, compute: Callable[[list[Any]], list[Any]], finish: Callable[[Tensor], Tensor],
+    *, sync: bool, writes: Tensor | None = None,
+) -> Pending:  # fmt: skip
+    """A collective of simulated ranks, started; ``finish`` gets what this rank receives.
+
+    Ranks meet at the start, unless the simulation has a ``start`` of its own, which delivers later.
+
+    Args:
+        sync: the caller waits at once.
+        writes: the tensor whose memory the collective works in.
+    """
+    start = None if sync else getattr(_simulation(group), "start", None)
+    if start is None:
+        return Pending(None, finish(rendezvous(group, call, t, compute)))
+    work = start(group.ranks, call, _bared(t), compute, writes)
+    return Pending(work, work, lambda w: finish(w.result()))
 
 
 def _bared(t: Any) -> Any:
@@ -185,9 +204,10 @@ def objects(obj: Any, group: Group, doing: str = "") -> list[Any]:
     """The picklable objects of all real ranks.  Raises DesyncError if they ran different collectives before."""
     data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
     sizes = _exchanged([data.numel()], group, Call(doing) if doing else _OBJECTS)().view(-1).tolist()
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=group.device)
+    over = group.words or group
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=over.device)
     padded[: data.numel()] = data
-    whole = _gathered(padded, group, _OBJECTS)().cpu()
+    whole = _gathered(padded, over, _OBJECTS)().cpu()
     return [pickle.loads(part[:n].numpy().tobytes()) for part, n in zip(whole, sizes, strict=True)]
 
 

@@ -72,7 +72,7 @@ class Window:
 def window(group: Group) -> Window | None:
     """The claims that the ranks of a group compare; None where they do not."""
     sim = runtime.RT.sim
-    if group.size == 1 or (not group.gloo if sim is None else not getattr(sim, "meets", False)):
+    if group.size == 1 or (group.words is None if sim is None else not getattr(sim, "meets", False)):
         return None
     kept: dict[Any, Window] = runtime.RT.claims
     found = kept.get(group.ranks)

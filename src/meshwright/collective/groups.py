@@ -29,10 +29,11 @@ class Group:
         device: type of the device whose tensors it moves.
         pg: torch's ProcessGroup; None if the group is simulated or has one rank.
         link: what is known of its use; None where pg is.
+        words: the group in which its ranks compare what they did: itself, a gloo group beside another backend, or None.
         home: the runtime that it belongs to: with another process group there is another one.
     """
 
-    __slots__ = ("axes", "device", "gloo", "home", "index", "link", "pg", "plain", "ranks", "scatters", "size")
+    __slots__ = ("axes", "device", "gloo", "home", "index", "link", "pg", "plain", "ranks", "scatters", "size", "words")
 
     def __init__(
         self, ranks: tuple[int, ...], index: int, axes: tuple[str, ...], device: str, pg: Any = None,
@@ -42,10 +43,14 @@ class Group:
         self.size = len(ranks)
         # A Python subclass need only have allreduce, allgather and broadcast.
         self.plain = type(pg) is dist.ProcessGroup
-        self.gloo = self.plain and backend_name(pg, device) == "gloo"
+        self.gloo = self.plain and (link.gloo if link is not None else backend_name(pg, device) == "gloo")
         self.scatters = self.plain and not self.gloo
         self.link = link or (Link(pg, ranks, self.gloo) if pg is not None else None)
         self.home = runtime.RT
+        side = self.link.side if self.link is not None else None
+        self.words: Group | None = self if pg is None or self.gloo else None
+        if side is not None:
+            self.words = Group(ranks, index, axes, "cpu", side.pg, side)
 
     @classmethod
     def from_process_group(cls, pg: dist.ProcessGroup, *, axes: tuple[str, ...] = (), device: str = "cpu") -> Group:
@@ -170,7 +175,19 @@ def new_link(
         return None
     sockets = {fd: inode for fd, inode in open_sockets().items() if before.get(fd) != inode}
     gloo = type(own[0]) is dist.ProcessGroup and backend_name(own[0], device) == "gloo"
-    return Link(own[0], own[1], gloo, sockets, lane)
+    side = None if gloo or lane or not dist.is_gloo_available() else _side_link(parts, own[1], limit, apart)
+    return Link(own[0], own[1], gloo, sockets, lane, side)
+
+
+def _side_link(parts: tuple[tuple[int, ...], ...], own: tuple[int, ...], limit: timedelta, apart: bool) -> Link | None:
+    """A gloo group of the ranks of another backend's, for what they compare; all make theirs in one order."""
+    before, found = open_sockets(), None
+    for ranks in parts:
+        if not apart or ranks == own:
+            pg = compat.in_order(dist.new_group)(list(ranks), limit, "gloo", use_local_synchronization=apart)
+            found = pg if ranks == own else found
+    sockets = {fd: inode for fd, inode in open_sockets().items() if before.get(fd) != inode}
+    return Link(found, own, True, sockets, "side")
 
 
 def connect(mesh: Mesh) -> None:

@@ -118,8 +118,10 @@ def _start_all_reduce(t: Tensor, op: str, group: Group, fresh: bool, sync: bool)
     _count(ALL_REDUCE, group, nbytes, 0, dtype if op in ADDS else None)
     call = _call(group, "all_reduce", op, x)
     if group.pg is None:
-        out = checking.rendezvous(group, call, x, lambda parts: _copies(contiguous(reduced(parts, op)), n))
-        return Pending(None, out if fresh else _into(t, out))
+        return checking.met(
+            group, call, x, lambda parts: _copies(contiguous(reduced(parts, op)), n),
+            (lambda out: out) if fresh else (lambda out: _into(t, out)), sync=sync, writes=None if fresh else t,
+        )  # fmt: skip
     if not nbytes:  # same shape everywhere: nothing moves on any rank
         return Pending(None, _fresh(x) if fresh else t)
     if sync and group.gloo and nbytes <= SMALL and dtype in SIGNED and direct:
@@ -186,8 +188,8 @@ def _start_all_gather(t: Tensor, dim: int, sizes: Sizes, group: Group, sync: boo
     _count(ALL_GATHER, group, 0, nbytes)
     call = _call(group, "all_gather", "", x, (("dim", dim), ("sizes", tuple(sizes))), (dim,))
     if group.pg is None:
-        return Pending(
-            None, checking.rendezvous(group, call, x, lambda parts: _copies(contiguous(torch.cat(parts, dim)), n))
+        return checking.met(
+            group, call, x, lambda parts: _copies(contiguous(torch.cat(parts, dim)), n), lambda out: out, sync=sync
         )
     if not nbytes:
         return Pending(None, x.new_empty(full))
@@ -276,7 +278,9 @@ def _start_reduce_scatter(t: Tensor, dim: int, sizes: Sizes, op: str, group: Gro
     _count(REDUCE_SCATTER, group, x.nbytes, 0, dtype if op in ADDS else None)
     call = _call(group, "reduce_scatter", op, x, (("dim", dim), ("sizes", tuple(sizes))))
     if group.pg is None:
-        return Pending(None, checking.rendezvous(group, call, x, lambda parts: _split(reduced(parts, op), dim, sizes)))
+        return checking.met(
+            group, call, x, lambda parts: _split(reduced(parts, op), dim, sizes), lambda out: out, sync=sync
+        )
     own = sizes[group.index]
     if not x.nbytes:
         return Pending(None, x.new_empty(resized(x.shape, dim, own)))

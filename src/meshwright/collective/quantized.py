@@ -84,8 +84,10 @@ def _start_all_reduce(t: Tensor, op: str, wire: Wire, group: Group, fresh: bool)
             total = added([encode(p.reshape(-1), wire) for p in parts], count, wire, dtype)
             return ops._copies(decode(encode(total, wire), count, wire, dtype).view(x.shape).to(x.dtype), n)
 
-        out = checking.rendezvous(group, call, x, compute)
-        return Pending(None, out if fresh else ops._into(t, out))
+        return checking.met(
+            group, call, x, compute, (lambda out: out) if fresh else (lambda out: ops._into(t, out)),
+            sync=fresh, writes=None if fresh else t,
+        )  # fmt: skip
     if not count:
         return Pending(None, x.clone() if fresh else t)
     pieces = _pieces(count, block_of(wire), n)
@@ -141,7 +143,7 @@ def wire_reduce_scatter_async(t: Tensor, op: str, dim: int, sizes: Sizes, wire: 
             rows = [encoded(part) for part in parts]
             return [total([row[to] for row in rows], to) for to in range(group.size)]
 
-        return Pending(None, checking.rendezvous(group, call, x, compute))
+        return checking.met(group, call, x, compute, lambda out: out, sync=False)
     if not x.numel():
         return Pending(None, x.new_empty(shapes[own]))
     if dim == 0 and counts[0] % block_of(how) == 0 and even(sizes):
@@ -193,7 +195,7 @@ def wire_all_gather_async(t: Tensor, dim: int, sizes: Sizes, wire: str, group: G
         def compute(parts: list[Tensor]) -> list[Tensor]:
             return ops._copies(joined(torch.cat([encode(p.reshape(-1), how) for p in parts])), n)
 
-        return Pending(None, checking.rendezvous(group, call, x, compute))
+        return checking.met(group, call, x, compute, lambda out: out, sync=False)
     if not sum(counts):
         return Pending(None, x.new_empty(full))
     sent = _gathered(encode(x.reshape(-1), how), lengths, group, call)

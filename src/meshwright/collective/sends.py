@@ -60,8 +60,7 @@ def send(t: Tensor, what: str, to: Group) -> Pending:
     call = _call(what, x.dtype, x.shape)
     sim: Any = runtime.RT.sim
     if sim is not None:
-        sim.post(to.ranks, call, x.clone())
-        return Pending(None, x)
+        return Pending(sim.post(to.ranks, call, x), x)
     return _started(x, to, call)
 
 

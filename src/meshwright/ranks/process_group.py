@@ -33,18 +33,25 @@ class Link:
         telling: whether the ranks know that they differ, and tell each other.
         broken: why nothing more can be sent, or empty.
         lane: what tells it from other groups of the same ranks.
+        side: a gloo group of the same ranks for what they compare, where another backend carries the tensors.
         callers: threads of this process that began a collective of any group, with their names.
     """
 
-    __slots__ = ("broken", "count", "gloo", "lane", "pg", "ranks", "recent", "sockets", "telling", "trace")
+    __slots__ = ("broken", "count", "gloo", "lane", "pg", "ranks", "recent", "side", "sockets", "telling", "trace")
     latest: ClassVar[deque[tuple[int, Call]] | None] = None  # ``recent`` of the link that was used last
     callers: ClassVar[dict[int, str]] = {}
 
     def __init__(
-        self, pg: Any, ranks: tuple[int, ...], gloo: bool, sockets: dict[int, str] | None = None, lane: str = ""
+        self,
+        pg: Any,
+        ranks: tuple[int, ...],
+        gloo: bool,
+        sockets: dict[int, str] | None = None,
+        lane: str = "",
+        side: Link | None = None,
     ) -> None:
         self.pg, self.ranks, self.gloo = pg, ranks, gloo
-        self.lane = lane
+        self.lane, self.side = lane, side
         self.sockets = sockets or {}
         self.count = self.trace = 0
         self.recent: deque[tuple[int, Call]] = deque(maxlen=RECENT)
@@ -63,6 +70,8 @@ class Link:
     def leave(self, why: str) -> None:
         """Nothing more is sent: the others hear of it at once, and no thread of the backend waits for ever."""
         self.broken = why
+        if self.side is not None:
+            self.side.leave(why)
         for fd, inode in self.sockets.items():
             with contextlib.suppress(OSError):
                 if _inode(fd) == inode:
@@ -85,7 +94,8 @@ def by_threads() -> str:
 def links(groups: Iterable[Any]) -> list[Link]:
     """The links among what a runtime keeps of groups, once each."""
     found = (one if isinstance(one, Link) else getattr(one, "link", None) for one in list(groups))
-    return list({id(link): link for link in found if link is not None}.values())
+    own = [link for link in found if link is not None]
+    return list({id(link): link for link in (*own, *(link.side for link in own)) if link is not None}.values())
 
 
 @lru_cache(maxsize=4096)

@@ -234,13 +234,17 @@ class Simulation:
 
     # -- sends ----------------------------------------------------------------------------------------
 
-    def post(self, lane: tuple[int, ...], call: Call, payload: Any) -> None:
-        """Send ``payload`` along a lane, from its first rank to its second, which need not be there yet."""
+    def post(self, lane: tuple[int, ...], call: Call, payload: torch.Tensor) -> Any:
+        """Send a copy of ``payload`` along a lane, from its first rank to its second, which need not be there yet.
+
+        Returns:
+            What the sender waits for; nothing here.
+        """
         if getattr(_HOME, "simulation", self) is not self or self.leaving:
             raise _Left("this rank belongs to a simulation that was left")
         if self.aborted:
             raise DesyncError(self.aborted)
-        self.mail.setdefault(lane, deque()).append((call, payload))
+        self.mail.setdefault(lane, deque()).append((call, payload.clone()))
         one = self.waits.get(lane[1])
         if isinstance(one, _Lane) and one.ranks == lane:
             del self.waits[lane[1]]

@@ -1,0 +1,283 @@
+"""Late ranks: they find what is wrong between a start and a wait, and what is right they leave alone."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+import meshwright as mw
+from meshwright import collective
+from meshwright.errors import DesyncError
+from meshwright.program.run import pipeline, runner
+from meshwright.shard.gradients import reductions
+from meshwright.shard.parameters.packing import Packing
+from tests.support import late
+from tests.support.processes import run_processes
+from tests.support.programs import DP, MLP, compare, pairs, squares
+
+TWO = mw.Mesh({"dp": 2})
+LATE_TESTS = (  # a test of each asynchronous way, of two ranks or few
+    "tests.shard.test_shard_zero:test_gathers_and_scatters_are_counted",
+    "tests.shard.test_shard_zero:test_parameters_and_gradients_are_stored_split",
+)
+
+
+@pytest.fixture(autouse=True)
+def _late() -> Iterator[None]:
+    with late.ranks():
+        yield
+
+
+# ---------------------------------------------------------------------------------------------- the ways themselves
+
+
+def each_start(group: collective.Group) -> list[tuple[str, Callable[[Tensor], collective.Pending]]]:
+    n = group.size
+    return [
+        ("all_reduce", lambda t: collective.all_reduce_async(t, "sum", group)),
+        ("all_gather", lambda t: collective.all_gather_async(t, 0, [4] * n, group)),
+        ("reduce_scatter", lambda t: collective.reduce_scatter_async(t, 0, [3] + [1] * (n - 1), "sum", group)),
+        ("gather in float8", lambda t: collective.gather_async(t, [4] * n, group, mw.Float8())),
+        ("scatter in bfloat16", lambda t: collective.scatter_sum_async(t, [2] * n, group, torch.bfloat16)),
+        ("sum in bfloat16", lambda t: collective.sum_async(t, group, torch.bfloat16)),
+    ]
+
+
+def holds_each(group: collective.Group) -> None:
+    """Nothing arrives before the wait, and all of it then."""
+    for name, start in each_start(group):
+        t = torch.arange(4.0) + mw.rank()
+        started = start(t)
+        assert not started.done()
+        if name == "all_reduce":
+            assert t.isnan().all()  # it works there: nobody may read it
+        assert started.wait().isfinite().all()
+
+
+def finds(name: str, start: Callable[[Tensor], collective.Pending]) -> str:
+    """What late ranks say of a tensor that is written to under way."""
+    t = torch.arange(4.0) + mw.rank()
+    started = start(t)
+    t[0] = 5
+    try:
+        started.wait()
+    except late.LateError as error:
+        return f"{name}: {str(error).rpartition(': ')[2]}"
+    return f"{name}: nothing"
+
+
+def test_simulated_ranks_find_what_changes_under_way() -> None:
+    changed = "its input changed before the wait"
+    written = "its output was written to before the wait"
+
+    def fn() -> list[str]:
+        group = collective.group(TWO)
+        holds_each(group)
+        return [finds(*way) for way in each_start(group)]
+
+    for found in mw.simulate(fn, TWO):
+        assert found == [
+            f"all_reduce: {written}",
+            f"all_gather: {changed}",
+            f"reduce_scatter: {changed}",
+            "gather in float8: nothing",  # what is encoded may change
+            f"scatter in bfloat16: {changed}",
+            f"sum in bfloat16: {written}",
+        ]
+
+
+def on_processes() -> tuple[bool, str, str]:
+    mesh = mw.init_mesh({"dp": 2})
+    group = collective.group(mesh)
+    holds_each(group)
+    differ = _claims_differ(mesh)
+    return group.scatters and not group.gloo, differ, finds(*each_start(group)[1])  # which breaks the group
+
+
+def _claims_differ(mesh: mw.Mesh) -> str:
+    x = mw.shard_tensor(torch.ones(4), mesh, {"dp": mw.Shard(0)})
+    try:
+        x = x * torch.full((4,), 1.0 + mw.rank())
+        for _ in range(3):
+            float(x.sum())
+    except DesyncError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.processes
+def test_real_ranks_find_what_changes_under_way_and_compare_in_a_group_beside() -> None:
+    """Two ranks, on NCCL's ways: claims of plain tensors are compared in a gloo group beside the backend's."""
+    for late_ways, differ, found in run_processes(on_processes, 2):
+        assert late_ways
+        assert "the ranks gave different values of a plain tensor" in differ
+        assert found == "all_gather: its input changed before the wait"
+
+
+def test_starts_wait_for_nobody_and_ranks_may_wait_in_any_order() -> None:
+    def fn() -> float:
+        group, tensors = collective.group(TWO), [torch.ones(2), torch.ones(3)]
+        started = [collective.all_reduce_async(t, "sum", group) for t in tensors]
+        for one in started if mw.rank() else reversed(started):
+            one.wait()
+        return sum(float(t.sum()) for t in tensors)
+
+    assert mw.simulate(fn, TWO) == [10.0, 10.0]
+
+
+def test_other_orders_of_starts_are_told() -> None:
+    def fn() -> None:
+        group, t = collective.group(TWO), torch.ones(2)
+        if mw.rank():
+            collective.all_reduce(t.clone(), "sum", group)
+        started = collective.all_reduce_async(t, "sum", group)
+        if not mw.rank():
+            collective.all_reduce(t.clone(), "sum", group)
+        started.wait()
+
+    with pytest.raises(DesyncError, match=r"started \[1, 0\] collectives before it"):
+        mw.simulate(fn, TWO)
+
+
+# ---------------------------------------------------------------------------------------------- broken on purpose
+
+
+def trains(**options: Any) -> None:
+    """A model of two linears, with an all-reduce of each gradient or stored split, against one device."""
+
+    def steps(model: nn.Module, optimizer: Any, x: Any) -> Any:
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model(x).square().mean().item()
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    one = model()
+    want = steps(one, torch.optim.SGD(one.parameters(), lr=0.1), x)
+
+    def fn() -> None:
+        made = mw.shard_module(model(), TWO, bucket_bytes=100, **options)
+        laid = mw.shard_tensor(x, TWO, {"dp": mw.Shard(0)})
+        found = steps(made, mw.shard_optimizer(torch.optim.SGD(made.parameters(), lr=0.1)), laid)
+        assert found == pytest.approx(want, rel=1e-12)
+
+    mw.simulate(fn, TWO)
+
+
+def captures(*passes: str) -> None:
+    """A captured step whose collectives start early, against one device."""
+    compare(MLP, squares, pairs(2), TWO, batch=DP, passes=list(passes))
+
+
+def sends() -> None:
+    """One rank sends to the other, as stages of a pipeline do."""
+
+    def fn() -> None:
+        lane, t = collective.lane(TWO, 0, 0, 1), torch.arange(3.0)
+        assert lane is not None
+        if mw.rank() == 0:
+            pipeline.collective.send(t, "activations", lane).wait()
+        else:
+            assert collective.receive("activations", (3,), torch.float32, lane).wait().equal(t)
+
+    mw.simulate(fn, TWO)
+
+
+def no_wait_for_gradients(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reductions.Reduction, "arrived", lambda self, k: self.views[k])
+
+
+def no_wait_for_the_host(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(late.LateLeaving, "wait", lambda self: self.made)
+
+
+def one_row_for_all_gathers(patch: pytest.MonkeyPatch) -> None:
+    pack, kept = Packing.pack_row, dict[Any, Tensor]()
+
+    def reused(self: Packing, *args: Any) -> Tensor:
+        row = pack(self, *args)
+        whole = kept.setdefault((mw.rank(), row.dtype), row.new_empty(100))
+        return whole[: row.numel()].copy_(row)
+
+    patch.setattr(Packing, "pack_row", reused)
+
+
+def gradients_freed_under_way(patch: pytest.MonkeyPatch) -> None:
+    """What is scattered goes back to a pool, from which the next one takes it."""
+    pack, kept = Packing.pack, dict[Any, Tensor]()
+
+    def reused(self: Packing, *args: Any) -> Tensor:
+        flat = pack(self, *args)
+        whole = kept.setdefault((mw.rank(), flat.dtype), flat.new_empty(100))
+        return whole[: flat.numel()].copy_(flat)
+
+    patch.setattr(Packing, "pack", reused)
+
+
+def no_wait_in_the_program(patch: pytest.MonkeyPatch) -> None:
+    call = runner._call
+
+    def without(node: Any, nodes: Any, names: dict[str, Any], *rest: Any) -> str:
+        if node.target is not collective.WAIT_OP:
+            return call(node, nodes, names, *rest)
+        names["peek"] = lambda pending: pending._work.flight.writes[0]  # the tensor that the collective works in
+        return f"peek({nodes[node.args[0]]})"
+
+    patch.setattr(runner, "_call", without)
+
+
+def sent_memory_used_again(patch: pytest.MonkeyPatch) -> None:
+    send = collective.send
+
+    def reused(t: Tensor, *args: Any) -> collective.Pending:
+        started = send(t, *args)
+        t.zero_()
+        return started
+
+    patch.setattr(pipeline.collective, "send", reused)
+
+
+ZERO_3 = functools.partial(trains, fsdp="dp")
+BREAKS: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None], str]] = [
+    (trains, no_wait_for_gradients, "nan"),
+    (functools.partial(trains, offload="cpu"), no_wait_for_the_host, "nan"),
+    (ZERO_3, one_row_for_all_gathers, "all_gather.* its input changed before the wait"),
+    (ZERO_3, gradients_freed_under_way, "reduce_scatter.* its input changed before the wait"),
+    (functools.partial(captures, "data-parallel-optimization:bucket_bytes=100"), no_wait_in_the_program, "nan"),
+    (sends, sent_memory_used_again, "send.* its input changed before the wait"),
+]
+
+
+@pytest.mark.parametrize(("run", "breaks", "told"), BREAKS, ids=[b[1].__name__ for b in BREAKS])
+def test_what_is_broken_is_found(
+    run: Callable[[], None], breaks: Callable[[pytest.MonkeyPatch], None], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaks(monkeypatch)
+    with pytest.raises(AssertionError, match=f"(?s){told}"):
+        run()
+
+
+@pytest.mark.parametrize("run", list({id(b[0]): b[0] for b in BREAKS}.values()))
+def test_unbroken_they_hold(run: Callable[[], None]) -> None:
+    run()
+
+
+# ---------------------------------------------------------------------------------------------- other tests
+
+
+@pytest.mark.parametrize("name", LATE_TESTS)
+def test_on_late_ranks(name: str) -> None:
+    module, test = name.split(":")
+    getattr(importlib.import_module(module), test)()
