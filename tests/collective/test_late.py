@@ -14,6 +14,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright import collective
+from meshwright.collective import claims
 from meshwright.errors import DesyncError
 from meshwright.program.run import pipeline, runner
 from meshwright.shard.gradients import reductions
@@ -119,6 +120,17 @@ def test_real_ranks_find_what_changes_under_way_and_compare_in_a_group_beside() 
         assert late_ways
         assert "the ranks gave different values of a plain tensor" in differ
         assert found == "all_gather: its input changed before the wait"
+
+
+def test_claims_of_a_device_are_compared_one_meeting_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their digests are on their way to the CPU until then: ranks without claims take part all the same."""
+    window = claims.Window
+    monkeypatch.setattr(claims, "Window", lambda uses=(): window(dict(uses), leaving=claims._Leaving({})))
+    for differ in mw.simulate(lambda: _claims_differ(TWO), TWO):
+        assert "the ranks gave different values of a plain tensor" in differ
+    own = claims.Window({("add", torch.Size([2]), torch.float32): claims._Use(torch.tensor(7), "here.py:3")})
+    assert own.take() == []
+    assert own.take() == [("float32[2] of add", 1, 7, "here.py:3")]
 
 
 def test_starts_wait_for_nobody_and_ranks_may_wait_in_any_order() -> None:

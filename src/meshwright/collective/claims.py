@@ -43,19 +43,24 @@ class _Use:
 
 @dataclass(slots=True)
 class Window:
-    """What a rank claimed since its group last met, and when it will meet for that alone."""
+    """What a rank claimed since its group last met, and when it will meet for that alone.
+
+    Attributes:
+        leaving: with digests on their way to the CPU, what the next meeting takes; None where they are there at once.
+    """
 
     uses: dict[Any, _Use] = field(default_factory=dict)
     gap: int = 1
     left: int = 1
+    leaving: _Leaving | None = None
 
     def take(self) -> list[Row]:
         """What was claimed; from now on anew."""
-        if not self.uses:
-            return []
         uses, self.uses = self.uses, {}
-        values = _numbers([u.digest for u in uses.values()])
-        return [(_text(*place), u.count, n, u.line) for (place, u), n in zip(uses.items(), values, strict=True)]
+        if self.leaving is not None:  # on all ranks, with claims or without: they compare what belongs together
+            before, self.leaving = self.leaving, _Leaving(uses)
+            return before.rows()
+        return _rows(uses, _numbers([u.digest for u in uses.values()]).tolist()) if uses else []
 
     def due(self) -> bool:
         """Whether the collective that is about to run is one beside which a word travels."""
@@ -79,7 +84,33 @@ def window(group: Group) -> Window | None:
     if found is None:
         before = kept.get(_BEFORE, Window())
         found = kept[group.ranks] = Window({k: _Use(u.digest, u.line, u.count) for k, u in before.uses.items()})
+        if group.device != "cpu":
+            found.leaving = _Leaving({})
     return found
+
+
+class _Leaving:
+    """Claims whose digests a device still computes: to read them at once would wait for all that it was given."""
+
+    def __init__(self, uses: dict[Any, _Use]) -> None:
+        self.uses, self.event = uses, None
+        if not uses:
+            return
+        self.numbers = made = _numbers([u.digest for u in uses.values()])
+        if made.is_cuda:
+            self.numbers = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
+            self.numbers.copy_(made, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def rows(self) -> list[Row]:
+        if self.event is not None:
+            self.event.synchronize()
+        return _rows(self.uses, self.numbers.tolist()) if self.uses else []
+
+
+def _rows(uses: dict[Any, _Use], values: Sequence[int]) -> list[Row]:
+    return [(_text(*place), u.count, n, u.line) for (place, u), n in zip(uses.items(), values, strict=True)]
 
 
 _BEFORE = ()  # in place of a group: for those that have not met yet
@@ -115,10 +146,9 @@ def _digest(t: Tensor) -> Tensor:
         return digest(t, whole=False)
 
 
-def _numbers(digests: Sequence[Tensor]) -> list[int]:
+def _numbers(digests: Sequence[Tensor]) -> Tensor:
     with torch.no_grad(), DisableTorchFunctionSubclass(), outside_modes():
-        made: list[int] = torch.stack([d.to(digests[0].device) for d in digests]).tolist()
-    return made
+        return torch.stack([d.to(digests[0].device) for d in digests])
 
 
 def _text(what: str, shape: torch.Size, dtype: torch.dtype) -> str:
