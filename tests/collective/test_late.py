@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +27,20 @@ from tests.support.processes import run_processes
 from tests.support.programs import DP, MLP, compare, pairs, squares
 
 TWO = mw.Mesh({"dp": 2})
-LATE_TESTS = (  # a test of each asynchronous way, of two ranks or few
-    "tests.shard.test_shard_zero:test_gathers_and_scatters_are_counted",
-    "tests.shard.test_shard_zero:test_parameters_and_gradients_are_stored_split",
+LATE_TESTS = (  # of each asynchronous way a few, which need no fixture; `make test-long` runs whole files
+    "shard.test_shard_zero:test_gathers_and_scatters_are_counted",
+    "shard.test_shard_zero:test_accumulation_scatters_once",
+    "shard.test_shard_zero:test_accumulation_on_top_of_a_synchronised_gradient",
+    "shard.test_shard_zero:test_parameters_used_outside_their_module",
+    "shard.test_shard_zero:test_a_step_between_forward_and_prefetch",
+    "shard.test_shard_sync:test_small_buckets",
+    "shard.test_shard_sync:test_backward_on_top_of_a_synchronised_gradient",
+    "shard.test_shard_sync:test_a_backward_that_raises_leaves_nothing_behind",
+    "shard.test_shard_sync:test_gradients_of_an_earlier_backward_stay_as_they_were",
+    "shard.test_offload:test_a_module_that_runs_twice_and_a_backward_that_raises",
+    "shard.test_wires:test_accumulated_in_float32_and_sent_once",
+    "shard.test_wires:test_with_dtypes_and_globs",
+    "passes.test_data_parallel_optimization:test_with_gradient_merge_in_either_order",
 )
 
 
@@ -106,7 +120,7 @@ def _claims_differ(mesh: mw.Mesh) -> str:
     x = mw.shard_tensor(torch.ones(4), mesh, {"dp": mw.Shard(0)})
     try:
         x = x * torch.full((4,), 1.0 + mw.rank())
-        for _ in range(3):
+        for _ in range(20):
             float(x.sum())
     except DesyncError as error:
         return str(error)
@@ -292,4 +306,27 @@ def test_unbroken_they_hold(run: Callable[[], None]) -> None:
 @pytest.mark.parametrize("name", LATE_TESTS)
 def test_on_late_ranks(name: str) -> None:
     module, test = name.split(":")
-    getattr(importlib.import_module(module), test)()
+    getattr(importlib.import_module(f"tests.{module}"), test)()
+
+
+WHOLE_FILES = (
+    "shard/test_shard_zero.py",
+    "shard/test_shard_sync.py",
+    "shard/test_wires.py",
+    "shard/test_offload.py",
+    "shard/test_gathers_on_wires.py",
+    "passes/test_buckets.py",
+    "passes/test_gradient_merge.py",
+    "passes/test_pipeline.py",
+    "program/test_captured_zero.py",
+)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("file", WHOLE_FILES)
+def test_whole_files_on_late_ranks(file: str) -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "pytest", "--late", "-p", "no:cacheprovider", f"tests/{file}"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]

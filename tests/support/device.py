@@ -50,7 +50,7 @@ class On(TorchFunctionMode):
             return fn(*args, **kwargs)
         generator = kwargs.get("generator")
         if generator is None or generator.device.type == self.device.type:
-            return fn(*args, **kwargs, device=self.device)
+            return fn(*args, **{**kwargs, "device": self.device})
         made = fn(*args, **kwargs)
         return made.detach().to(self.device).requires_grad_(made.requires_grad)
 

@@ -174,8 +174,10 @@ def new_link(
     if rank in beside:
         return None
     sockets = {fd: inode for fd, inode in open_sockets().items() if before.get(fd) != inode}
-    gloo = type(own[0]) is dist.ProcessGroup and backend_name(own[0], device) == "gloo"
-    side = None if gloo or lane or not dist.is_gloo_available() else _side_link(parts, own[1], limit, apart)
+    name = backend_name(own[0], device)
+    gloo = type(own[0]) is dist.ProcessGroup and name == "gloo"
+    alone = gloo or lane or name in ("", "fake") or not dist.is_gloo_available()  # a fake backend reaches nobody
+    side = None if alone else _side_link(parts, own[1], limit, apart)
     return Link(own[0], own[1], gloo, sockets, lane, side)
 
 

@@ -42,6 +42,10 @@ class Staged(Pending):
         if begin is not None:
             self._result = begin(self._result.wait())
 
+    def done(self) -> bool:
+        """Whether nothing is waited for any more."""
+        return self._begin is None and super().done()
+
     def wait(self) -> Tensor:
         """Block until the result is there and return it."""
         self.advance()

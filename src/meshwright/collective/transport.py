@@ -50,7 +50,9 @@ class Pending:
 
     def done(self) -> bool:
         """Whether nothing is waited for any more."""
-        return self._work is None or bool(self._work.done())
+        if self._work is not None:
+            return bool(self._work.done())
+        return not isinstance(self._result, Pending) or self._result.done()  # a result of another one that is under way
 
     def wait(self) -> Tensor:
         """Block until the result is there (on a GPU: until the stream waits for it) and return it."""
