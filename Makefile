@@ -54,11 +54,11 @@ test-torch:  ## the tests on other versions: make test-torch VERSION=2.15.0 (PYT
 	$(OTHER)/bin/python -m pip install $(PIP_ARGS) -c $(OTHER)/constraints.txt -e '.[dev]'
 	$(ONE_THREAD) $(OTHER)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
 
-lint: setup  ## ruff, mypy and the order of the layers
+lint: setup  ## ruff, mypy, the order of the layers, readable pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/project/test_layering.py
+	$(BIN)/python -m pytest tests/project/test_layering.py tests/project/test_readability.py tests/project/test_changelog.py
 
 format: setup  ## let ruff format and fix what it can
 	$(BIN)/ruff format .
