@@ -125,7 +125,7 @@ REFUSED = [
         {"mode": "pipeline", "loss": "z-loss"},
         "two means over different numbers",
         "limits.md",
-        "two means over different counts (z-loss with a mask beside ignored labels)",
+        "two means over different counts (masked z-loss and ignored labels)",
     ),
     Refusal(
         {"mode": CAPTURED, "micro": ("2", "3"), "loss": "z-loss"},
@@ -137,13 +137,13 @@ REFUSED = [
         {"mode": CAPTURED, "micro": ("2", "3"), "context": "function"},
         "as it has no rule",
         "limits.md",
-        "Ops without a rule, autograd Functions of your own, that rows pass through | refused",
+        "Ops without a rule, custom autograd Functions, that rows pass through | refused",
     ),
     Refusal(
         {"mode": "pipeline", "context": "function"},
         "as it has no rule",
         "limits.md",
-        "Ops without a rule, autograd Functions of your own, that rows pass through | refused",
+        "Ops without a rule, custom autograd Functions, that rows pass through | refused",
     ),
     Refusal(
         {"mode": CAPTURED, "micro": ("2", "3"), "second": "one"},
