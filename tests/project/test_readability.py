@@ -23,7 +23,6 @@ NOT_YET = {
     "docs/integrations.md": Figures(18.3, 19.5, 18.7),
     "docs/pipeline.md": Figures(24.9, 39.7, 21.0),
     "docs/precision.md": Figures(22.1, 30.5, 23.1),
-    "docs/program.md": Figures(18.9, 23.2, 21.9),
     "docs/reductions.md": Figures(21.7, 16.7, 2.3),
     "docs/rules.md": Figures(18.4, 24.5, 14.8),
     "docs/seeds.md": Figures(19.8, 25.0, 18.0),
