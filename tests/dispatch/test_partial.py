@@ -30,7 +30,7 @@ def kinds(fn):
 LINEAR = {
     "add": lambda x: x + x,
     "scale": lambda x: x * 3.0,
-    "factor": lambda x: ramp(8, 4) * x,
+    "factor": lambda x: torch.mul(ramp(8, 4), x),
     "divide": lambda x: x / 2,
     "neg": lambda x: -x,
     "sub": lambda x: x - 2 * x,

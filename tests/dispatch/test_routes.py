@@ -168,10 +168,14 @@ def test_a_kind_of_call_is_planned_once_and_then_one_look_up(monkeypatch: pytest
     def run() -> None:
         for _ in range(5):
             torch.relu(given(4, 6, at=EVEN))
+        for number in (2.0, 3.0, -0.5):
+            torch.mul(given(4, 6, at=EVEN), number)
+            torch.logsumexp(given(4, 6, at=EVEN), 0)  # computed by other calls
 
     monkeypatch.setattr(plans, "_DECIDED", Recent(64))
     on_all_ranks(run)
-    assert planned.count(torch.relu) == 2  # once on each rank
+    for func in (torch.relu, torch.mul, torch.logsumexp):
+        assert planned.count(func) == 2  # once on each rank
     assert looked_at.count(torch.relu) == 4  # the third call is known by its key
 
 

@@ -212,6 +212,19 @@ def test_a_sum_instead_of_a_mean() -> None:
     for found, _ in mw.simulate(lambda: merged(axes, "gpt", "sgd", sizes, 3, passes, {}), mw.Mesh(axes)):
         assert difference(found, wanted) < 1e-9
 
+    def of_no_mean(avg: bool) -> int:  # nobody asks what a micro-step counts
+        model, mesh = nn.Linear(4, 1), mw.Mesh(axes)
+        step = compile_step(
+            model, lambda m, x: m(x).square().mean().sqrt(), OPTIMIZERS["sgd"](model.parameters()), torch.ones(4, 4),
+            mesh=mesh, batch={"dp": mw.Shard(0)}, passes=[GradientMerge(2, avg=avg)],
+        )  # fmt: skip
+        step(torch.ones(4, 4))
+        return step.micro_step
+
+    assert mw.simulate(lambda: of_no_mean(False), mw.Mesh(axes)) == [1, 1]
+    with pytest.raises(PassError, match="weighted"):
+        mw.simulate(lambda: of_no_mean(True), mw.Mesh(axes))
+
 
 def test_one_step_is_the_identity() -> None:
     def run() -> Any:

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from meshwright import collective
 from meshwright.compat import FakeTensorMode
 from meshwright.errors import CaptureError, PassError
-from meshwright.program.ir.linear import is_zero, lends_shape, linear_in
+from meshwright.program import Program
+from meshwright.program.ir.linear import is_zero, lends_shape, linear_in, scale_of
 from meshwright.program.ir.nodes import info_of
 from meshwright.program.ir.trace import Recorder
 from tests.support.by_hand import Captured, Case, all_reduce, apart, as_written
@@ -315,9 +316,24 @@ def test_however_the_mean_is_written(sync: Callable[[Grads], None]) -> None:
     assert (fused["before"], fused["after"]) == (6 * twice, twice)
 
 
+def test_all_programs_of_a_merge_that_update_are_pruned() -> None:
+    captured, merge = Captured(case(sync=mean)), "gradient-merge:k_steps=2,weighted=false"
+    plain, before, _ = captured.run([merge])
+    made, after, _ = captured.run([merge, PRUNE])
+    assert apart(made, plain) < 1e-10
+
+    def scales(program: Program) -> int:
+        return sum(scale_of(n) is not None for n in program.graph.nodes)
+
+    for old, new in zip(before, after, strict=True):
+        assert scales(old) - scales(new) == scales(old.parts["flush"]) - scales(new.parts["flush"]) == 6
+        assert scales(old.parts["accumulate"]) == scales(new.parts["accumulate"])
+
+
 def test_several_factors_stay_behind_a_sum_as_one() -> None:
-    for found in checked(case(on_constant, scaled_all_over), PRUNE, ALL):
-        assert found["rescaled"] == {0.5: 6}
+    for sync in (scaled_all_over, averaged):
+        for found in checked(case(on_constant, sync), PRUNE, ALL):
+            assert found["rescaled"] == {0.5: 6}
 
 
 @pytest.mark.thin(2)

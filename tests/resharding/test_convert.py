@@ -109,7 +109,7 @@ def test_every_pair_on_two_axes(axes, shape):
 def test_second_derivatives_through_every_pair():
     """What a gradient is, is a value again: its own gradient needs its type."""
     mesh, x, w, v = mw.Mesh({"x": 3}), *torch.randn(3, 4, 2, dtype=torch.float64)
-    placements = [Replicate(), Partial(), Shard(0), Shard(1)]
+    placements = [Replicate(), Partial(), Partial("avg"), Shard(0), Shard(1)]
 
     def derivatives(x, through):
         (g,) = torch.autograd.grad((through(x * 1).sin() * w).sum(), x, create_graph=True)

@@ -18,6 +18,7 @@ from meshwright.dispatch.calls import op_name
 from meshwright.rules import COMPOSITES, RULES
 from tests.rules.test_opdb import INAPPLICABLE, op_db, samples
 from tests.rules.test_opdb import op_name as name_of_case
+from tests.support.compare import S0, S1, R, ramp, same
 
 Tensor = torch.Tensor
 NEEDED = inspect.Parameter.empty
@@ -276,3 +277,19 @@ def test_methods_whose_tensor_is_not_the_first_argument_of_the_op() -> None:
                     torch.testing.assert_close(got, want, msg=lambda m: f"{p}, {q}: {m}")  # noqa: B023
 
     mw.simulate(run, mesh)
+
+
+def test_defaults_stand_for_what_is_left_out_between_names():
+    calls = [
+        lambda x: x.topk(2, largest=False)[0],
+        lambda x: torch.diag_embed(x, dim2=0),
+        lambda x: torch.sort(x, descending=True)[0],
+        lambda x: torch.flatten(x, end_dim=1),
+        lambda x: torch.roll(x, shifts=2, dims=1),
+        lambda x: x.sum(axis=1, keepdims=True),
+        lambda x: F.layer_norm(x, (4,), eps=0.5),
+        lambda x: torch.std(x, dim=0, keepdim=True),
+        lambda x: torch.unflatten(x, dim=1, sizes=(2, 2)),
+    ]
+    for p in (S0, S1, R):
+        same(lambda x: [call(x) for call in calls], (ramp(6, 4).sin(), (p,)))

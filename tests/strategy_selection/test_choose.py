@@ -88,6 +88,8 @@ def test_fewest_bytes_win():
     assert ins == [(S0,), (R,)]
     ins, _ = forward("linear", spec((4096, 8), S0, mesh=FOUR), spec((8, 8), S0, mesh=FOUR))
     assert ins == [(S0,), (R,)]
+    found = mw.infer_forward("linear", spec((4096, 8), S0, mesh=FOUR), spec((8, 8), S0, mesh=FOUR))
+    assert found.bytes == 2 * 3 / 4 * 8 * 8 * 4  # a gather, and the reduce-scatter of the gradient
     ins, outs = forward("linear", spec((8, 64), S0, mesh=FOUR), spec((4096, 64), S0, mesh=FOUR))
     assert ins == [(R,), (S0,)]
     assert outs == [(S1,)]

@@ -248,3 +248,6 @@ def test_asking_changes_nothing(monkeypatch):
     assert torch.equal(torch.random.get_rng_state(), state)
     assert first[1].kind == "gathered"
     assert not warned  # who then makes the call is told
+    with torch.no_grad():
+        apart = mw.infer_forward("prod", x)
+    assert mw.infer_forward("prod", x) == apart  # of inputs that need a gradient, wherever one asks
