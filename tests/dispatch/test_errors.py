@@ -166,6 +166,8 @@ def test_a_rule_whose_local_shapes_are_wrong(custom):
     custom("habits::halves")(lambda x: notation("(h k) b -> h b", x, sizes={"k": 2}))
     ok = on_ranks(lambda: mw.unshard(torch.ops.habits.halves(dist(ramp(8, 4), S0))))
     assert all(torch.equal(t, ramp(8, 4)[::2]) for t in ok)
+    uneven = on_ranks(lambda: mw.unshard(torch.ops.habits.halves(dist(ramp(6, 4), S0))))
+    assert all(torch.equal(t, ramp(6, 4)[::2]) for t in uneven)
     RULES.pop("habits::halves")
     custom("habits::halves")(lambda x: notation("a b -> c b", x, sizes={"c": 4}, reduced="a"))
 

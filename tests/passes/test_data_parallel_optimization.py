@@ -319,6 +319,7 @@ def test_each_starts_when_its_last_gradient_exists_and_is_waited_for_at_its_firs
                     and n.target is not collective.WAIT_OP]  # fmt: skip
     spread = [place[n] for n in found]
     assert spread[0] < first / 2 + spread[-1] / 2, "they are spread over the backward"
+    assert sum("_fused_adamw_" in str(n.target) for n in place) > 1, "what has arrived is updated meanwhile"
 
 
 def test_nobody_touches_a_buffer_under_way() -> None:

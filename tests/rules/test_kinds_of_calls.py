@@ -161,6 +161,7 @@ def test_broadcasting(check):
         ("broadcast_to", lambda a: torch.broadcast_to(a, (4, 5)), [real(5)]),
         ("broadcast_tensors", lambda a, b: torch.broadcast_tensors(a, b), [real(5, 1), real(3)]),
         ("a term of a product", torch.addmm, [real(1, 6), real(5, 4), real(4, 6)]),
+        ("a vector to each row", torch.addmm, [real(6), real(5, 4), real(4, 6)]),
         ("batches of products", torch.matmul, [real(1, 5, 4), real(3, 4, 2)]),
     )
 
@@ -183,4 +184,83 @@ def test_moving_picking_and_putting(check):
         ("scatter_add", lambda a, b: a.scatter_add(0, ints(5, 5, 6), b), [x, y]),
         ("where", lambda a, b: torch.where(a > 0, a, b), [x, y]),
         ("where with a number", lambda a: torch.where(a > 0, a, 0.0), [x]),
+    )
+
+
+def test_elementwise_ops_tagged_or_not(check):
+    x, y = real(5, 3), real(5, 3)
+    check(
+        ("square", torch.square, [x]),
+        ("absolute", torch.absolute, [x]),
+        ("hardswish", F.hardswish, [x]),
+        ("logsigmoid", F.logsigmoid, [x]),
+        ("isclose", torch.isclose, [x, y]),
+        ("floor_divide", lambda a, b: torch.floor_divide(a.detach(), b.detach()) + a, [x, y]),
+        ("maximum", torch.max, [x, y]),
+        ("largest of a dim", lambda a: a.max(1), [x]),
+        ("smallest of all", lambda a: a.min(), [x]),
+        ("norm", lambda a: a.norm(), [x]),
+        ("equal", lambda a, b: a * float(torch.equal(a, b)), [x, y]),
+    )
+
+
+def test_rows_of_a_table_and_its_padding(check):
+    table, ids = real(6, 4), torch.tensor([[0, 1, 5], [4, 2, 1]])
+    check(
+        ("embedding", lambda w: F.embedding(ids, w), [table]),
+        ("split indices", lambda w, i: F.embedding(i, w), [table, ids]),
+        ("padding", lambda w: F.embedding(ids, w, padding_idx=1), [table]),
+        ("padding from the end", lambda w: F.embedding(ids, w, padding_idx=-2), [table]),
+        ("uneven", lambda w: F.embedding(ids, w, padding_idx=4), [real(7, 3)]),
+    )
+
+
+def test_norms_of_values_far_from_zero(check):
+    x, w, b = real(4, 6) + 5, real(6), real(6)
+    check(
+        ("layer_norm", lambda a, v, c: F.layer_norm(a, (6,), v, c), [x, w, b]),
+        ("layer_norm of all", lambda a: F.layer_norm(a, (4, 6)), [x]),
+        ("its weight", lambda v: F.layer_norm(x, (6,), v, b), [w]),
+        ("its bias", lambda c: F.layer_norm(x, (6,), w, c), [b]),
+        ("rms_norm", lambda a, v: F.rms_norm(a, (6,), v), [x, w]),
+        ("group_norm", lambda a, v: F.group_norm(a, 3, v, b), [real(2, 6, 5) + 5, w]),
+    )
+
+
+def test_classes_split_or_not(check):
+    x, t, w = real(4, 6), torch.tensor([5, 0, 1, 3]), real(6).abs() + 0.5
+    check(
+        ("softmax of large numbers", lambda a: torch.softmax(a * 2000, 1), [x]),
+        ("log_softmax", lambda a: torch.log_softmax(a * 2000, 0), [x]),
+        ("cross entropy", lambda a: F.cross_entropy(a, t), [x]),
+        ("some ignored", lambda a: F.cross_entropy(a, t, ignore_index=1), [x]),
+        ("weighted", lambda a: F.cross_entropy(a, t, w, ignore_index=3), [x]),
+        ("smoothed", lambda a: F.cross_entropy(a, t, w, label_smoothing=0.1), [x]),
+        ("a sum", lambda a: F.cross_entropy(a, t, w, reduction="sum"), [x]),
+    )
+
+
+def test_attention_of_groups_masks_and_other_widths(check):
+    q, k, v = real(3, 6, 5, 4), real(3, 3, 5, 4), real(3, 3, 5, 2)
+    attend, mask = F.scaled_dot_product_attention, real(5, 5) > -1
+    check(
+        ("queries", lambda a: attend(a, q * 0.5, q), [q]),
+        ("keys", lambda a: attend(q, a, q), [q * 0.5]),
+        ("values", lambda a: attend(q, q * 0.5, a), [real(3, 6, 5, 2)]),
+        ("causal", lambda a, b: attend(a, b, b, is_causal=True), [q, q * 0.5]),
+        ("masked", lambda a: attend(a, q, q, mask), [q]),
+        ("fewer heads of keys", lambda a: attend(a, k, v, enable_gqa=True), [q]),
+        ("fewer heads of keys, split", lambda a, b: attend(q, a, b, enable_gqa=True), [k, v]),
+    )
+
+
+def test_shapes_of_split_dims(check):
+    check(
+        ("flatten", lambda a: a.flatten(), [real(4, 6)]),
+        ("view", lambda a: a.view(2, 12), [real(4, 6)]),
+        ("unflatten", lambda a: a.unflatten(1, (3, 2)), [real(4, 6)]),
+        ("unflatten unevenly", lambda a: a.view(2, 3, 4), [real(24)]),
+        ("heads", lambda a: a.view(2, 3, 3, 2).transpose(1, 2).reshape(2, 3, 6), [real(2, 3, 6)]),
+        ("squeeze", lambda a: a.squeeze(1).unsqueeze(0), [real(5, 1)]),
+        ("uneven rows", lambda a: a.reshape(-1), [real(5, 3)]),
     )

@@ -84,6 +84,8 @@ MEANT = [
     ("..., ... -> ...", [(4, 4, 4), (4, 4)], {}, torch.mul, "~0~1~2"),
     ("... (h d), ... h 1 -> ... h d", [(1, 4, 6), (2, 1, 2, 1)], {"sizes": {"d": 3}},
      lambda x, y: x.unflatten(-1, (-1, 3)) * y, "h~0~1"),
+    ("... (h d), ... h 1 -> ... h d", [(4, 6), (2, 1, 2, 1)], {"sizes": {"d": 3}},
+     lambda x, y: x.unflatten(-1, (-1, 3)) * y, "h~0~1"),
     ("a b c -> a", [(2, 4, 6)], {"reduced": {"b": "max", "c": "max"}}, lambda x: x.amax((1, 2)), "abc"),
     ("a b -> a", [(2, 4)], {}, lambda x: x.std(1), "a"),
     ("i j, j k -> i k", [(2, 4), (4, 6)], {"reduced": "j"}, torch.matmul, "ijk"),
