@@ -221,6 +221,7 @@ def test_norms_of_values_far_from_zero(check):
         ("layer_norm", lambda a, v, c: F.layer_norm(a, (6,), v, c), [x, w, b]),
         ("layer_norm of all", lambda a: F.layer_norm(a, (4, 6)), [x]),
         ("its weight", lambda v: F.layer_norm(x, (6,), v, b), [w]),
+        ("its weight, of one row", lambda v: F.layer_norm(x[:1], (6,), v, b), [w]),
         ("its bias", lambda c: F.layer_norm(x, (6,), w, c), [b]),
         ("rms_norm", lambda a, v: F.rms_norm(a, (6,), v), [x, w]),
         ("group_norm", lambda a, v: F.group_norm(a, 3, v, b), [real(2, 6, 5) + 5, w]),
@@ -249,6 +250,7 @@ def test_attention_of_groups_masks_and_other_widths(check):
         ("values", lambda a: attend(q, q * 0.5, a), [real(3, 6, 5, 2)]),
         ("causal", lambda a, b: attend(a, b, b, is_causal=True), [q, q * 0.5]),
         ("masked", lambda a: attend(a, q, q, mask), [q]),
+        ("masked row by row", lambda a: attend(a, q, q, real(3, 1, 5, 5) > -1), [q]),
         ("fewer heads of keys", lambda a: attend(a, k, v, enable_gqa=True), [q]),
         ("fewer heads of keys, split", lambda a, b: attend(q, a, b, enable_gqa=True), [k, v]),
     )
