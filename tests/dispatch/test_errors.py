@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 
 import pytest
 import torch
@@ -210,6 +211,11 @@ def test_an_op_without_a_rule_is_no_error():
         answers = on_ranks(quietly)
     assert len(told) == 1  # once, on whatever rank and in whatever size
     assert all(torch.equal(t, ramp(8, 4) * 2) for t in answers)
+    eye = torch.eye(4, dtype=torch.float64) * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        solved = on_ranks(lambda: mw.unshard(torch.cholesky_solve(dist(ramp(4, 4), S0), dist(eye, S0))))
+    assert all(torch.equal(t, ramp(4, 4) / 4) for t in solved)
 
 
 # ------------------------------------------------------------------------------------------ ranks that disagree

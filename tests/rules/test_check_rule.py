@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from meshwright.dispatch import forget_ops
 from meshwright.errors import ConversionError, RuleError
 from meshwright.layout import Layout, Spec
 from meshwright.resharding.planner import ConversionPlan
-from meshwright.rules import RULES, Arg, Local, Rule, notation
+from meshwright.rules import RULES, Arg, Local, Rule, notation, partial_table
 from meshwright.testing import function_named
 
 FOUR = mw.Mesh({"x": 4})
@@ -63,7 +64,11 @@ def right(x: Arg, w: Arg) -> Rule:
 
 
 def test_a_custom_op_joins_the_book(with_rule: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a call before it has a rule, of which nothing is kept
+        mw.simulate(lambda: scaled_sum(mw.shard_tensor(torch.ones(8, 6), FOUR, [mw.Shard(0)]), torch.ones(6)), FOUR)
     with_rule(right)
+    assert "mwtest" not in partial_table()
     report = mw.check_rule("mwtest::scaled_sum", rand(5, 6), rand(6), most=25)
     assert report.op == "mwtest::scaled_sum"
     assert report.gathered == 0

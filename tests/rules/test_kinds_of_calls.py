@@ -200,7 +200,6 @@ def test_elementwise_ops_tagged_or_not(check):
         ("largest of a dim", lambda a: a.max(1), [x]),
         ("smallest of all", lambda a: a.min(), [x]),
         ("norm", lambda a: a.norm(), [x]),
-        ("equal", lambda a, b: a * float(torch.equal(a, b)), [x, y]),
     )
 
 

@@ -67,6 +67,7 @@ def test_what_the_table_says_is_what_dispatch_does():
 
 def test_patterns_and_names_that_are_close():
     assert [e.op for e in mw.rules("layer_*")] == ["layer_norm"]
+    assert {"layer_norm", "rms_norm"} <= {e.op for e in mw.rules("*_norm")}
     assert mw.rules("tanh")[0].kind == "pointwise"
     assert mw.rules("hstack")[0].kind == "composite"
     with pytest.raises(RuleError, match="no op 'lienar' is in the book of rules; did you mean 'linear'"):
@@ -87,6 +88,9 @@ def test_inference_without_a_rule_is_the_replicated_answer():
     found = mw.infer_forward("matrix_exp", spec(4, 4, layout=[S0, P]))
     assert (found.kind, found.inputs, found.outputs) == ("gathered", (spec(4, 4),), (spec(4, 4),))
     assert found.bytes > 0
+    assert found.strategy == ("replicate", "replicate")
+    solved = mw.infer_forward("cholesky_solve", spec(4, 2, layout=[S0, R]), spec(4, 4, layout=[S0, R]))
+    assert (solved.kind, solved.inputs, solved.outputs) == ("gathered", (spec(4, 2), spec(4, 4)), (spec(4, 2),))
     back = mw.infer_backward("matrix_exp", spec(4, 4), outputs=[spec(4, 4, layout=[S0, R])])
     assert back.kind == "gathered"
     joined = mw.infer_forward("hstack", [spec(4, 4, layout=[S0, R]), spec(4, 4)])
@@ -100,6 +104,13 @@ WRONG = {
     "meshes": (lambda: mw.infer_forward("add", spec(4), spec(4, mesh=OTHER)), "specs lie on different meshes"),
     "wish": (lambda: mw.infer_backward("gelu", spec(4), outputs=[spec(5)]), r"outputs= has shapes \[\(5,\)\].*\(4,\)"),
     "no spec": (lambda: mw.infer_forward("add", 3, 4), "in place of each tensor"),
+    "no wish": (lambda: mw.infer_backward("gelu", spec(4), outputs=[]), "outputs= has 0 entries, the op gives 1"),
+    "wishes": (lambda: mw.infer_backward("gelu", spec(4), outputs=[spec(4)] * 2), "outputs= has 2 entries"),
+    "dtype": (
+        lambda: mw.infer_backward("gelu", spec(4), outputs=[mw.Spec((4,), torch.float64, mw.Layout(MESH))]),
+        r"outputs= has dtypes \[torch.float64\]",
+    ),
+    "mesh of a wish": (lambda: mw.infer_backward("gelu", spec(4), outputs=[spec(4, mesh=OTHER)]), "different meshes"),
 }
 
 
