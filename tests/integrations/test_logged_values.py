@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.errors import DesyncError
 from tests.project.test_examples import losses, said_by_a_rank
+from tests.support import late
 from tests.support.processes import ProcessError, run_processes
 
 pytest.importorskip("tensorboard")
@@ -107,6 +110,29 @@ def read_by_one(what: str) -> Any:
     made = read() if torch.distributed.get_rank() == 0 else None
     mw.unshard(x.square().sum())
     return made
+
+
+def read_at_two_places() -> list[str]:
+    """Each rank reads another scalar, in one message that fits both: neither may get a mixture of them."""
+    mesh, said = mw.init_mesh({"tp": 2}), []
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+        x = mw.shard_tensor(torch.arange(6.0).view(2, 3).to(dtype), mesh, {"tp": mw.Shard(0)})
+        for made in (x.sum, x.mean):
+            value, other = made(), x.square().sum()
+            try:
+                number = value.item() if mw.rank() == 0 else other.item()
+                said.append(f"{dtype}: {number}")
+            except DesyncError as error:
+                said.append("told" if "disagree" in str(error) else str(error))
+    return said
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("is_late", [False, True], ids=["gloo", "late"])
+def test_scalars_of_each_dtype_that_ranks_read_at_two_places(is_late: bool) -> None:
+    with late.ranks() if is_late else contextlib.nullcontext():
+        for said in run_processes(read_at_two_places, 2, timeout=60):
+            assert said == ["told"] * 6
 
 
 @pytest.mark.thin(2)

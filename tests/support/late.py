@@ -46,14 +46,10 @@ def spoil(t: Tensor) -> None:
         t.fill_(float("nan") if t.is_floating_point() or t.is_complex() else (t.dtype is torch.bool or SENTINEL))
 
 
-def _bits(t: Tensor) -> Tensor:
+def bits(t: Tensor) -> Tensor:
+    """The bytes of a tensor."""
     with torch.no_grad():
         return as_bytes(t.detach())
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same bytes."""
-    return a.shape == b.shape and torch.equal(_bits(a), _bits(b))
 
 
 class Flight:
@@ -62,19 +58,20 @@ class Flight:
     def __init__(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         self.what, self.line = what, runtime.user_line()
         own = {t.data_ptr() for t in writes}
-        self.reads = [(t, t.detach().clone()) for t in reads if t.data_ptr() not in own]
+        # Bytes: a copy of bools would not keep those of memory that nobody has written to, as padding is.
+        self.reads = [(t, bits(t).clone()) for t in reads if t.data_ptr() not in own]
         self.writes = [t.detach() for t in writes]
         for t in self.writes:
             spoil(t)
-        self.spoiled = [t.clone() for t in self.writes]
+        self.spoiled = [bits(t).clone() for t in self.writes]
 
     def land(self) -> None:
         """Raise if any of it changed."""
         for now, before in self.reads:
-            if not same_bits(now, before):
+            if not torch.equal(bits(now), before):
                 raise LateError(f"{self.what}, started at {self.line}: its input changed before the wait")
         for now, before in zip(self.writes, self.spoiled, strict=True):
-            if not same_bits(now, before):
+            if not torch.equal(bits(now), before):
                 raise LateError(f"{self.what}, started at {self.line}: its output was written to before the wait")
 
 

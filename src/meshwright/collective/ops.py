@@ -108,6 +108,11 @@ def all_reduce_async(t: Tensor, op: str, group: Group) -> Pending:
     return _start_all_reduce(t, op, group, False, False)
 
 
+def carries_signature(group: Group, dtype: torch.dtype, op: str) -> bool:
+    """Whether an all-reduce of a few bytes also compares what the ranks did so far."""
+    return group.gloo and dtype in SIGNED and op in BASIC
+
+
 def _start_all_reduce(t: Tensor, op: str, group: Group, fresh: bool, sync: bool) -> Pending:
     n = group.size
     x = t.detach() if t.requires_grad else t
@@ -124,7 +129,7 @@ def _start_all_reduce(t: Tensor, op: str, group: Group, fresh: bool, sync: bool)
         )  # fmt: skip
     if not nbytes:  # same shape everywhere: nothing moves on any rank
         return Pending(None, _fresh(x) if fresh else t)
-    if sync and group.gloo and nbytes <= SMALL and dtype in SIGNED and direct:
+    if sync and nbytes <= SMALL and carries_signature(group, dtype, op):
         value = checking.small_all_reduce(x, op, group, call)
         return Pending(None, value if fresh else _into(t, value))
     wire = x if direct else to_wire(x, op)

@@ -619,10 +619,13 @@ def read(t: DistTensor) -> Tensor:
         return whole(t)
     rt.tag = runtime.user_line(exactly=True)
     try:
-        if spec.ndim and rt.sim is None:  # scalars carry the place themselves, and simulated ranks compare all
+        if rt.sim is None:  # simulated ranks compare all
             for a, (n, p) in enumerate(zip(spec.mesh.sizes, spec.layout.placements, strict=True)):
-                if n > 1 and not isinstance(p, Replicate):
-                    collective.so_far((), collective.group(spec.mesh, (a,)), f"to read what is read at {rt.tag}")()
+                if n == 1 or isinstance(p, Replicate):
+                    continue
+                group, op = collective.group(spec.mesh, (a,)), getattr(p, "op", "")
+                if spec.ndim or not collective.carries_signature(group, spec.dtype, op):
+                    collective.so_far((), group, f"to read what is read at {rt.tag}")()
         return whole(t)
     finally:
         rt.tag = ""
