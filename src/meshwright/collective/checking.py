@@ -48,6 +48,8 @@ def _exchanged(words: Sequence[int] | Tensor, group: Group, call: Call) -> Calla
     row = torch.zeros(2 + WORDS, dtype=torch.int64)
     row[0], row[1] = link.trace ^ mark(call), claimed.word
     row[2 : 2 + len(words)] = torch.as_tensor(words)
+    if over is not group:
+        link.began(call)  # as where the group itself carries it: what ranks are told names it
     rows = _gathered(row.to(over.device), over, call)
 
     def answer() -> Tensor:
