@@ -131,7 +131,7 @@ REFUSED = [
         {"mode": CAPTURED, "micro": ("2", "3"), "loss": "z-loss"},
         "two means over different numbers",
         "gradient-merge.md",
-        "two means of which the values of a batch say over how much each is",
+        "two means whose counts depend on the batch's values",
     ),
     Refusal(
         {"mode": CAPTURED, "micro": ("2", "3"), "context": "function"},
