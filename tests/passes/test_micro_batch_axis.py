@@ -164,6 +164,43 @@ def test_what_mixes_rows_is_refused_at_any_size(name: str, rows: int) -> None:
         mw.simulate(lambda: merged(MIXED[name], [batch_of(rows, 0), batch_of(rows, 1)], {"dp": 2}), mesh)
 
 
+def _squares_of(out: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+def _view_where_possible(m: Any, b: Any) -> Tensor:
+    x = m(b["x"].transpose(0, 1).contiguous().transpose(0, 1))
+    return _squares_of(x.view(-1, 5) if x.is_contiguous() else x.reshape(-1, 5))
+
+
+STRIDES: dict[str, Loss] = {
+    "transposed, contiguous": lambda m, b: _squares_of(m(b["x"].transpose(0, 1).contiguous().transpose(0, 1))),
+    "contiguous": lambda m, b: _squares_of(m(b["x"].contiguous().view(-1, 4))),
+    "beside itself": lambda m, b: _squares_of(m(b["x"]) * m(b["x"].transpose(0, 1).contiguous()).transpose(0, 1)),
+    "a view where possible": _view_where_possible,
+    "positions outermost, as a view": lambda m, b: _squares_of(m(b["x"].mT.mT.reshape(b["x"].shape))),
+}
+ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "row-major": lambda x: x,
+    "positions first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "every second": lambda x: torch.stack([x, x], 1).flatten(1, 2)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", STRIDES)
+@pytest.mark.thin(3)
+def test_strides_say_nothing_of_rows(name: str, order: str, rows: int) -> None:
+    """A dim of one row has any stride, so that code may call other ops than for two; a batch of twice the rows has its
+    dims in the same order in memory."""
+    parts = [batch_of(rows, i) for i in range(2)]
+    parts = [{**p, "x": ORDERS[order](p["x"])} for p in parts]
+    want = one_device(STRIDES[name], parts)
+    for got in mw.simulate(lambda: merged(STRIDES[name], parts, {"dp": 2}), mw.Mesh({"dp": 2})):
+        same(got, want)
+
+
 SECOND: dict[str, Loss] = {
     "softmax": lambda m, b: (m(b["x"]).square().sum(-1).softmax(1)).square().mean(),
     "deviation": lambda m, b: (m(b["x"]) - m(b["x"]).mean(1, keepdim=True)).square().mean(),

@@ -56,11 +56,18 @@ def doubled(batch: Any, captured: Captured, dims: Dims) -> Any:
     leaves, tree = compat.pytree.tree_flatten(batch)
     for source in captured.sources:
         if source.kind == "batch":
-            shape, d = list(source.fake.shape), dims[source.node]
-            if d is not None:
-                shape[d] *= 2
-            leaves[source.leaf] = torch.empty(shape, dtype=source.fake.dtype, device="meta")
+            leaves[source.leaf] = _with_twice(source.fake, dims[source.node])
     return compat.pytree.tree_unflatten(leaves, tree)
+
+
+def _with_twice(t: Tensor, d: int | None) -> Tensor:
+    """A tensor of twice the size of ``t`` in a dim, on the meta device, with its dims in the same order in memory."""
+    shape, strides = list(t.shape), list(t.stride())
+    if d is not None:
+        end = strides[d] * shape[d]
+        strides = [2 * s if i != d and 0 < end <= s else s for i, s in enumerate(strides)]
+        shape[d] *= 2
+    return torch.empty_strided(shape, strides, dtype=t.dtype, device="meta")
 
 
 def row_dims(captured: Captured, layouts: Mapping[str, Layout], rows_dim: int | None) -> list[Dims]:

@@ -20,6 +20,9 @@ Refused = Callable[[fx.Node, str], PassError]
 
 _VALUES = {"number", "float", "Scalar", "Optional[number]", "Optional[float]"}
 _RANGES = {"aten::arange", "aten::linspace", "aten::range"}
+# Ops that change strides alone.  Whether code calls them depends on strides, and a dim of one row has any stride.
+_STRIDES_ONLY = {aten.contiguous.default, aten.clone.default}
+_SAME_OP = {aten.reshape.default: aten.view.default}
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,12 @@ class Compared:
 
 def compared_sizes(one: Captured, two: Captured, refused: Refused) -> Compared:
     """Raises PassError where what the loss needs depends otherwise on how many rows there are than as a factor."""
-    mine, theirs = list(one.graph.nodes), list(two.graph.nodes)
+    mine, theirs = ([n for n in of.graph.nodes if n.target not in _STRIDES_ONLY] for of in (one, two))
     (output,) = two.graph.find_nodes(op="output")
     needed = ancestors(n for n in output.args[0][:1] if isinstance(n, fx.Node))
     batch = {s.node for s in two.sources if s.kind == "batch"}
     for a, b in zip(mine, theirs, strict=False):
-        if (a.op, a.target) != (b.op, b.target) and not a.op == b.op == "placeholder":
+        if (a.op, _op(a)) != (b.op, _op(b)) and not a.op == b.op == "placeholder":
             raise refused(
                 b, f"{target_name(b.target)} is called for twice as many rows, {target_name(a.target)} for these"
             )
@@ -60,7 +63,8 @@ def compared_sizes(one: Captured, two: Captured, refused: Refused) -> Compared:
         if s.value is not None and s.node in values:
             _check_constant(values[s.node], s.value, next(n for n in theirs if n.name == s.node), needed, refused)
     for a, b in zip(mine, theirs, strict=True):
-        if b.name in batch or not varies.isdisjoint(b.all_input_nodes):
+        inputs = [_laid_out(n) for n in b.all_input_nodes]
+        if b.name in batch or not varies.isdisjoint(inputs):
             varies.add(b)
         if _grew(a, b, b in needed, refused):
             by_row.add(b.name)
@@ -68,10 +72,23 @@ def compared_sizes(one: Captured, two: Captured, refused: Refused) -> Compared:
             continue
         if (degree := _degree(a, b, place, refused)) is not None:
             degrees[b.name] = degree
-        if b not in varies and b.name not in by_row and any(n.name in by_row for n in b.all_input_nodes):
+        if b not in varies and b.name not in by_row and any(n.name in by_row for n in inputs):
             rows = _row_count(a, b, {s.node: s.value for s in two.sources}, values, refused)
             row_counts.update({} if rows is None else {b.name: rows})
+    by_row |= {n.name for n in two.graph.nodes if _laid_out(n).name in by_row}
     return Compared(degrees, frozenset(by_row), row_counts)
+
+
+def _laid_out(node: fx.Node) -> fx.Node:
+    """The node whose value this is, with other strides."""
+    while node.target in _STRIDES_ONLY:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _op(node: fx.Node) -> Any:
+    """What a node calls; ops that differ in strides alone are one."""
+    return _SAME_OP.get(node.target, node.target)
 
 
 def _grew(a: fx.Node, b: fx.Node, needed: bool, refused: Refused) -> bool:
@@ -119,7 +136,7 @@ def _degree(a: fx.Node, b: fx.Node, place: Mapping[fx.Node, int], refused: Refus
     for name, x, y in given:
         for p, q in pairs_of(x, y):
             if isinstance(p, fx.Node) and isinstance(q, fx.Node):
-                if place[p] != place[q]:
+                if place[_laid_out(p)] != place[_laid_out(q)]:
                     raise refused(b, "takes another value for twice as many rows")
                 continue
             if type(p) is type(q) and (p == q or p != p):
