@@ -445,13 +445,16 @@ SCALED: dict[str, Any] = {
     ),
     "one minus a mean": lambda model, batch: 1 - model(batch[0]).square().mean(),
     "a mean times rows": lambda model, batch: model(batch[0]).square().mean() * len(batch[1]),
+    "a number of the batch": lambda model, batch: _sum(model, batch) / batch[2],
+    "a number of the batch, one at least": lambda model, batch: _sum(model, batch) / batch[2].clamp(min=1),
+    "a mean and a number of the batch": lambda model, batch: model(batch[0]).square().mean() * batch[2],
 }
 
 
 @pytest.mark.parametrize("how", SCALED)
 def test_numbers_that_are_sizes_are_told_from_the_users_own(how: str) -> None:
     """Micro-batches of two rows, of ten tokens: one device's loss and gradients, whichever number it is."""
-    loss_of, given = SCALED[how], ignoring(0, 6)
+    loss_of, given = SCALED[how], (*ignoring(0, 6), torch.tensor(30.0, dtype=torch.float64))
 
     def run() -> tuple[float, dict[str, Tensor]]:
         model = stages.net()

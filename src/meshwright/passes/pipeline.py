@@ -124,7 +124,7 @@ class Pipeline(Pass):
     @property
     def weighing(self) -> Weighing | None:
         """How much micro-batches count: they are cut along the first dim."""
-        return Weighing(_WHOLE, rows_dim=0)
+        return Weighing(_WHOLE, rows_dim=0, cuts=True)
 
     @property
     def splits(self) -> int:

@@ -263,7 +263,7 @@ def _of_dims(one: Captured, two: Captured, dims: Dims, weighing: Weighing) -> Fo
 
     compared = compared_sizes(one, two, refused)
     numbers = [s for s in two.sources if s.kind == "batch" and dims[s.node] is None and s.fake.numel() == 1]
-    ways = (True, False) if numbers else (False,)
+    ways = (True, False) if numbers and not weighing.cuts else (False,)
     first: PassError | None = None
     for numbers_add in ways:
         try:

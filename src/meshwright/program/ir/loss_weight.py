@@ -23,10 +23,12 @@ class Weighing:
     Attributes:
         hint: what to do about a loss that is no weighted mean.
         rows_dim: the dim of the batch's tensors that has rows; None: as they are sharded, else the first.
+        cuts: whether the pass cuts batches, so that a number of the batch is that of all its micro-batches.
     """
 
     hint: str
     rows_dim: int | None = None
+    cuts: bool = False
 
 
 @dataclass(frozen=True)
