@@ -22,7 +22,7 @@ _VALUES = {"number", "float", "Scalar", "Optional[number]", "Optional[float]"}
 _RANGES = {"aten::arange", "aten::linspace", "aten::range"}
 # Ops that change strides alone.  Whether code calls them depends on strides, and a dim of one row has any stride.
 _STRIDES_ONLY = {aten.contiguous.default, aten.clone.default}
-_SAME_OP = {aten.reshape.default: aten.view.default}
+_SAME_OP: dict[Any, Any] = {aten.reshape.default: aten.view.default}
 
 
 @dataclass(frozen=True)
