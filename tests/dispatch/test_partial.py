@@ -281,6 +281,11 @@ def test_a_partial_loss_is_seeded_without_communication():
         _, sent = kinds(loss.backward)
         assert sent == {}
         assert local.grad.tolist() == [2 * runtime.RT.rank / 4] * 3
+        w = dist(ramp(4), R).requires_grad_()
+        (dist(X, S0) @ w).sum().backward()  # from here on each rank has its part of the gradient
+        w.grad = None
+        (w * w).sum().backward()
+        torch.testing.assert_close(mw.unshard(w.grad), 2 * ramp(4))
         return mw.unshard(x.grad), loss.item()
 
     for grad, loss in on_ranks(run):

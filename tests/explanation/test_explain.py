@@ -48,6 +48,10 @@ def test_a_record_has_op_line_bytes_and_reason():
         assert "a Partial value is reduced before relu" in record.reason
         assert why.bytes == record.bytes
         assert why.counts.kinds == {"all_reduce": 1}
+        with mw.explain() as gathered:
+            dist(ramp(8, 4), S0) @ dist(ramp(4, 4), S0).requires_grad_()
+        (record,) = gathered.records
+        assert (record.bytes, record.backward_bytes) == (3 / 4 * 16 * 8, 3 / 4 * 16 * 8)
         return str(why)
 
     for text in on_ranks(run):

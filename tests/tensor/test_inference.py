@@ -219,6 +219,7 @@ def test_an_output_that_may_have_any_layout_does_not_hold_the_others_back():
     assert mw.infer_backward("split", X, 3, 1, outputs=[split, whole]).inputs[0].layout.placements == (R,)
     assert mw.infer_backward("split", X, 3, 1, outputs=[split, any_]).inputs[0].layout.placements == (S0,)
     assert mw.infer_backward("split", X, 3, 1, outputs=[split, split]).inputs[0].layout.placements == (S0,)
+    assert mw.infer_backward("split", X, 3, 1, outputs=[any_, any_]).inputs[0].layout.placements == (R,)
 
 
 @pytest.mark.parametrize(
