@@ -12,6 +12,7 @@ import meshwright as mw
 from meshwright.errors import PassError, ProgramError
 from meshwright.passes import PassManager, pass_manager
 from meshwright.program import Plan
+from meshwright.program.run.sketches import sketch
 from meshwright.program.step import CompiledStep
 from meshwright.ranks import runtime
 from tests.support import by_hand
@@ -156,6 +157,15 @@ def test_values_that_are_not_finite_are_compared_again() -> None:
     (entry,) = [e for e in seen["step"].ledger if e.option == "check"]
     assert "not finite" in entry.why
     assert len(seen["losses"]) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sketches_leave_values_as_they_are(dtype: torch.dtype) -> None:
+    t = torch.tensor([1.0, float("nan"), 2.0, float("inf")], dtype=dtype)
+    before = t.clone()
+    made = sketch(t)
+    assert not made.finite
+    torch.testing.assert_close(t, before, equal_nan=True)
 
 
 def buffers(made: Captured, passes: list[Any], check: Any) -> dict[str, Tensor]:

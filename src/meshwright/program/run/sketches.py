@@ -94,7 +94,7 @@ def _signed(flat: Tensor, mask: bool, finite: bool = False) -> Tensor:
         chunk = flat[begin : begin + size].double()
         odd = ~torch.isfinite(chunk) if mask or finite else None
         if odd is not None:
-            chunk = odd.double() if mask else chunk.masked_fill_(odd, 0.0)
+            chunk = odd.double() if mask else chunk.masked_fill(odd, 0.0)
         rows = chunk.numel() // WIDTH
         factors = _factors(flat.device)
         part = factors[:rows] @ chunk[: rows * WIDTH].view(rows, WIDTH)
