@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections import OrderedDict, defaultdict
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -802,3 +802,43 @@ def test_a_forward_reads_the_dtype_that_its_ops_see(stored):
 
     assert mw.simulate(run, mw.Mesh({"dp": 2}))[0] == (BF16, F32, F32)
     assert seen == [[BF16, BF16, 32]] * 2
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("split", [False, True], ids=["replicated", "split"])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float64, torch.float32)], ids=str)
+def test_batch_norm_with_buffers_of_the_stored_dtype(dtypes: Any, split: bool, captured: bool) -> None:
+    """``compute=`` leaves running statistics as they are, which PyTorch's kernel refuses next to cast weights."""
+    stored, compute = dtypes
+    x = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0), dtype=stored)
+    mesh = mw.Mesh({"dp": 2})
+    how = {"dp": mw.Shard(0)} if split else {}
+
+    def loss_of(model: Any, batch: Any) -> Any:
+        return model(batch).to(stored).square().mean()
+
+    def model_of() -> Any:
+        torch.manual_seed(0)
+        return nn.BatchNorm1d(3, dtype=stored)
+
+    alone = model_of()
+    want = [loss_of(alone, x), loss_of(alone.eval(), x)]
+    wanted = [b.double() for b in alone.buffers()]
+
+    def run() -> Any:
+        model, precision = model_of(), mw.Precision(compute=compute)
+        if captured:
+            step = mw.compile_step(model, loss_of, None, x, mesh=mesh, batch=how, gradients=True, precision=precision)
+            losses = [step(x), step.eval(x)]
+        else:
+            mw.shard_module(model, mesh, precision=precision)
+            batch = mw.shard_tensor(x, mesh, how)
+            losses = [loss_of(model, batch)]
+            losses[0].backward()
+            losses.append(loss_of(model.eval(), batch))
+        return [float(v) for v in losses], [mw.unshard(b).double() for b in model.buffers()]
+
+    for losses, buffers in mw.simulate(run, mesh):
+        assert losses == pytest.approx([v.item() for v in want], rel=2e-2 if compute is torch.bfloat16 else 1e-5)
+        for a, b in zip(buffers, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-2 if compute is torch.bfloat16 else 1e-5, atol=1e-2)

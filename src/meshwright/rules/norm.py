@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -97,12 +98,40 @@ def batch_norm(
         return None
     b, c, *spatial = dims = ["b", "c", *names("s", x.shape[2:])]
     inputs: dict[Any, Letters] = {x: dims, **{t: [c] for t in (weight, bias, running_mean, running_var)}}
+    local = _in_one_dtype(x, weight, bias, running_mean, running_var)
     if not training:
-        return notation(inputs, dims, linear=_affinely(weight, bias), padded=True)
+        return notation(inputs, dims, linear=_affinely(weight, bias), padded=True, local=local)
     _refuse_partial((running_mean, running_var), "batch_norm")
     # The op writes to the running statistics: a slice of a replicated one must not be written to alone.
     whole = dims if running_mean is not None else [b, *spatial]
-    return notation(inputs, dims, whole=whole, padded=True, decompose=_BATCH)
+    return notation(inputs, dims, whole=whole, padded=True, decompose=_BATCH, local=local)
+
+
+def _in_one_dtype(x: Arg, *others: Arg | None) -> Callable[[Local], LocalFn] | None:
+    """A batch norm of dtypes that the kernel refuses together; None where the kernel takes them.
+
+    The kernel takes one dtype, or a half one with float32.  ``compute=`` casts weights and not buffers.
+    """
+    dtypes = {t.dtype for t in others if t is not None}
+    if dtypes <= {x.dtype} or (x.dtype in HALF and dtypes == {torch.float32}):
+        return None
+    wide = reduce(torch.promote_types, dtypes, x.dtype)
+    own = x.dtype if x.dtype in HALF and wide is torch.float32 else wide
+
+    def run(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+        running_var: Tensor | None, training: bool, *rest: Any,
+    ) -> Tensor:  # fmt: skip
+        weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
+        mean, var = (None if t is None else t.to(wide) for t in (running_mean, running_var))
+        made = torch.batch_norm(x.to(own), weight, bias, mean, var, training, *rest)
+        for t, now in ((running_mean, mean), (running_var, var)):
+            if training and t is not None and now is not None and now is not t:
+                with torch.no_grad():
+                    t.copy_(now)
+        return made.to(x.dtype)
+
+    return lambda ctx: run
 
 
 def _refuse_partial(running: Sequence[Arg | None], op: str) -> None:
