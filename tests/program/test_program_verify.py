@@ -167,3 +167,21 @@ def test_a_file_that_was_changed(tmp_path: Path) -> None:
         mw.load_program(path)
     with pytest.raises(ProgramError, match=r"absent\.mw"):
         mw.load_program(tmp_path / "absent.mw")
+
+
+def test_new_tensors_have_the_default_dtype_of_the_capture() -> None:
+    """Verification remembers what ops give; another default dtype is another answer."""
+    mesh, before = mw.Mesh({"dp": 2}), torch.get_default_dtype()
+
+    def run() -> Any:
+        model = torch.nn.Linear(3, 5)
+        loss_of = lambda m, b: (m(b) * torch.linspace(0.5, 1.5, 5)).sum()  # noqa: E731
+        step = mw.compile_step(model, loss_of, None, torch.ones(2, 3), mesh=mesh, gradients=True)
+        return step(torch.ones(2, 3)).dtype
+
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            assert mw.simulate(run, mesh) == [dtype, dtype]
+    finally:
+        torch.set_default_dtype(before)

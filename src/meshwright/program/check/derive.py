@@ -78,7 +78,7 @@ def _checked(node: fx.Node, known: dict[fx.Node, Any], device: str) -> Any:
     args = _frozen(node.args, known, tensors)
     kwargs = tuple([(k, _frozen(v, known, tensors)) for k, v in node.kwargs.items()]) if node.kwargs else ()
     try:
-        given = _derived(target, args, kwargs, device)
+        given = _derived(target, args, kwargs, device, torch.get_default_dtype())
     except Exception as error:
         text = str(error).strip().splitlines() or [repr(error)]
         raise ProgramError(f"{described(node)}: its arguments do not fit: {text[0]}") from error
@@ -154,8 +154,8 @@ def _check_lists(node: fx.Node) -> None:
 
 
 @lru_cache(maxsize=16384)
-def _derived(target: Any, args: Any, kwargs: Any, device: str) -> tuple[Given | None, ...]:
-    """What an op gives for tensors that look like these."""
+def _derived(target: Any, args: Any, kwargs: Any, device: str, default_dtype: torch.dtype) -> tuple[Given | None, ...]:
+    """What an op gives for tensors that look like these, with this default dtype (which a new tensor may have)."""
     if target is aten.as_strided.default:  # may reach beyond the part of memory that a stand-in has
         first = args[0]
         return (Given(LocalValue(tuple(args[1]), tuple(args[2]), first.dtype), 0),)
