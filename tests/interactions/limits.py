@@ -153,13 +153,6 @@ REFUSED = [
         always=False,
     ),
     Refusal(
-        {"mode": "pipeline", "values": "positions first"},
-        "is called for twice as many rows",
-        "limits.md",
-        "A pipeline captured for one row, where `contiguous()` or a view does nothing | refused",
-        always=False,
-    ),
-    Refusal(
         {"mode": "pipeline", "loss": ("contrastive", "over rows")},
         "no weighted mean",
         "pipeline.md",
