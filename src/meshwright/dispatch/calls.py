@@ -205,10 +205,13 @@ QUESTIONS = {
 # ---------------------------------------------------------------------------------------------- arguments
 
 
-def saving() -> bool:
-    """Whether a checkpoint may run this code again: then it must find its inputs as the first run found them."""
+def saving() -> Any:
+    """The hook of a region that a checkpoint may run again; None outside of one.
+
+    Such a region must find its inputs as its first run found them. Each run has a hook of its own.
+    """
     top = compat.top_saved_tensors_default_hooks(True)
-    return top is not None and not str(top[0].__module__).startswith(_OWN)
+    return top[0] if top is not None and not str(top[0].__module__).startswith(_OWN) else None
 
 
 _OWN = __name__.partition(".")[0]

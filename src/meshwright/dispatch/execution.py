@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, cast
@@ -16,12 +17,13 @@ from ..layout import NO_MARKS, REPLICATE, Layout, MarkedSpec, Marks, Partial, Pl
 from ..local_tensor import Sharing, as_plain, moved, shared_memory, version_of
 from ..ranks import runtime
 from ..resharding import executor, planner, record
+from ..resharding.conversions import weighted
 from ..rules import Native
 from .binding import Args, Kwargs
 from .calls import disabled, map_tensors, mesh_of, saving, spec_of, tensors_in
 from .leaves import follow_roots, lead_root, leans_invariant, link, resolve_types
 from .plans import CallPlan, Route, plan_call, written_spec
-from .views import PieceSource, cut_from, remember, remember_pieces, with_base
+from .views import BASE, PieceSource, cut_from, remember, remember_pieces, with_base
 
 Tensor = torch.Tensor
 _LOCAL: Any = Tensor  # properties of local tensors
@@ -42,7 +44,7 @@ def convert_tensor(t: Tensor, steps: planner.ConversionPlan, note: Note | None =
     grad = torch.is_grad_enabled() and _requires_grad(t)
     if steps.free and not grad:
         return t
-    memo: dict[Any, Tensor] | None = None
+    memo: dict[Any, Any] | None = None
     ends: Any = None
     space = t.__dict__
     alone = not Sharing.ever or shared_memory(t) is None
@@ -58,6 +60,8 @@ def convert_tensor(t: Tensor, steps: planner.ConversionPlan, note: Note | None =
         ends = steps.ends if grad else steps.dst.layout
         hit = memo.get(ends)
         if hit is not None:
+            if steps.reduces and saving():
+                _learn(t, steps, hit)
             return hit
     made = None
     if grad and BRING in space:
@@ -72,27 +76,38 @@ def convert_tensor(t: Tensor, steps: planner.ConversionPlan, note: Note | None =
     if made is None:
         if note is not None:
             note(steps, steps.moves)
-        made = executor.apply(steps.steps, t)
+        made = _weighed(t, steps, memo) if grad and steps.weighted else executor.apply(steps.steps, t)
     if memo is not None and (made is not t or steps.moves):  # itself (on the rank that keeps it): would hold itself
         if not grad or not _is_leaf(t):  # of a leaf the value alone: a graph would outlive its backward
             memo[ends] = made
         if steps.moves:
             if grad:
                 memo.setdefault(steps.dst.layout, made.detach())
-            if not saving():
-                _learn(t, steps, made)
+            _learn(t, steps, made)
     return made
 
 
 def _kept(t: Tensor, steps: planner.ConversionPlan) -> bool:
     """Whether what a tensor that needs a gradient is converted to is kept for its next use.
 
-    Not where a conversion saves tensors, which a checkpoint counts in both of its runs: neither finds the other's.
     Of leaves only what a Partial was reduced to: the gathered value of a weight would stay in memory.
     """
-    if _is_leaf(t):
-        return steps.moves and not saving() and bool(steps.src.layout.partial)
-    return not (steps.weighted and saving())
+    return not _is_leaf(t) or (steps.moves and bool(steps.src.layout.partial))
+
+
+def _weighed(t: Tensor, steps: planner.ConversionPlan, memo: dict[Any, Any] | None) -> Tensor:
+    """What a Partial is reduced to other than by a sum; the shares of its gradient are kept for its other consumers."""
+    known = memo.get(steps.dst.layout) if memo is not None else None
+    value, shares = executor.weigh(steps.steps, t, known)
+    if memo is not None:
+        memo[_shares_key(steps)] = shares
+    return executor.apply_known(steps.steps, t, value, shares)
+
+
+@lru_cache(maxsize=4096)
+def _shares_key(steps: planner.ConversionPlan) -> Any:
+    """What the shares of the parts hang on: the reductions, and not what type the result has."""
+    return tuple([(s.kind, s.axes, s.src.layout, s.dst.layout) for s in steps.steps if weighted(s)])
 
 
 def _inference(t: Tensor) -> bool:
@@ -106,25 +121,25 @@ def _of_whole(t: Tensor, steps: planner.ConversionPlan, note: Note | None, grad:
         return None
     if not steps.moves or saving() or (found := cut_from(t)) is None:
         return None
-    source, i = found
+    source, base, i = found
     dst = steps.dst.layout.placements
     axes = tuple(a for a, p in enumerate(steps.src.layout.placements) if p != dst[a])
     if axes not in source.whole:
         with torch.no_grad():
-            source.whole[axes] = _cut_whole(source, axes, note)
+            source.whole[axes] = _cut_whole(source, base, axes, note)
     if note is not None:  # the backward is that of this piece
         note(steps, False)
     value = source.whole[axes][i]
     return executor.apply_known(steps.steps, t, value) if grad else value
 
 
-def _cut_whole(source: PieceSource, axes: Sequence[int], note: Note | None) -> list[Tensor]:
+def _cut_whole(source: PieceSource, base: Tensor, axes: Sequence[int], note: Note | None) -> list[Tensor]:
     """All pieces of a source that is whole on these axes."""
-    spec: Spec = source.base.__dict__["_spec"].decided()
+    spec: Spec = base.__dict__["_spec"].decided()
     layout = spec.layout.without_partial(axes)
-    whole = convert_tensor(source.base, planner.plan(spec, spec.with_(layout=layout)), note)
+    whole = convert_tensor(base, planner.plan(spec, spec.with_(layout=layout)), note)
     whole.__dict__.setdefault("_spec", spec.with_(layout=layout))
-    args, kwargs = with_base(source.base, whole, source.args, source.kwargs)
+    args, kwargs = with_base(BASE, whole, source.args, source.kwargs)
     return tensors_in(execute(plan_call(source.func, args, kwargs), source.func, args, kwargs, _named))
 
 
@@ -138,6 +153,21 @@ def _learn(t: Tensor, steps: planner.ConversionPlan, made: Tensor) -> None:
     learned = _learned(t.__dict__["_spec"], steps, _requires_grad(t))
     if learned is not None:
         t.__dict__["_spec"], made.__dict__["_spec"] = learned
+        hook = saving()
+        if hook is not None:
+            with suppress(TypeError):  # of what nobody can refer to weakly; its region then knows nothing
+                t.__dict__["_learned"] = weakref.ref(hook)
+
+
+def _known_here(t: Tensor) -> bool:
+    """Whether the consumers of a Partial that was reduced get the reduced value: where a checkpoint may run them again,
+    only if it was needed reduced in the same run of the region.  Both runs then choose alike, whatever happened to the
+    value before, between or after them."""
+    hook = saving()
+    if hook is None:
+        return True
+    learned = t.__dict__.get("_learned")
+    return learned is not None and learned() is hook
 
 
 @lru_cache(maxsize=4096)
@@ -147,6 +177,26 @@ def _learned(spec: Spec, steps: planner.ConversionPlan, typed: bool) -> tuple[Sp
         return None
     known = steps.dst if typed else steps.dst.untyped()
     return marked(spec, replace(marks_of(spec), known=known)), known
+
+
+def reduce_early(t: Tensor, axes: Sequence[int], reduced: int, ops: str, reason: str) -> None:
+    """Reduce a Partial value before it is needed: all its consumers then get the reduced value.
+
+    Must run with dispatch disabled.
+
+    Args:
+        axes: on which it is Partial and is reduced.
+        reduced: the bits of these axes on which its gradient is then Partial.
+        ops, reason: for the records, what needs it and why it is reduced here.
+    """
+    spec: Spec = marked(t.__dict__["_spec"], NO_MARKS)
+    dst = spec.with_(layout=spec.layout.without_partial(axes), reduced=spec.reduced | reduced)
+
+    def note(steps: planner.ConversionPlan, moved: bool) -> None:
+        record.implicit(ops, 0, steps, reason, moved, " and ".join(t.__dict__.get("_producers", ())))
+
+    with runtime.serving(None):
+        convert_tensor(t, planner.plan(spec, dst), note)
 
 
 _NO_MEMO: tuple[None, None] = (None, None)
@@ -180,7 +230,7 @@ def wanting_gradients(tensors: Iterable[Any]) -> Iterator[None]:
 
 
 def _already_there(
-    t: Tensor, steps: planner.ConversionPlan, memo: dict[Any, Tensor] | None, note: Note | None
+    t: Tensor, steps: planner.ConversionPlan, memo: dict[Any, Any] | None, note: Note | None
 ) -> Tensor | None:
     """The value as the target type without moving data that was moved before.
 
@@ -188,11 +238,13 @@ def _already_there(
     backward.  A shard gathered by name (``mw.reshard``) is first taken as invariant; where it turns out to feed
     rank-dependent work, its gradient goes back in one reduce-scatter instead of an all-reduce and a slice.
     """
-    if steps.moves and memo is not None and not steps.weighted:
-        value = memo.get(steps.dst.layout)
-        if value is not None and note is not None:
+    if steps.moves and memo is not None:
+        value, shares = memo.get(steps.dst.layout), memo.get(_shares_key(steps)) if steps.weighted else ()
+        if value is None or shares is None:
+            return None
+        if note is not None:
             note(steps, False)
-        return executor.apply_known(steps.steps, t, value) if value is not None else None
+        return executor.apply_known(steps.steps, t, value, shares)
     origin, versions, asked = t.__dict__.get("_origin", _NO_ORIGIN)
     if steps.moves or origin is None or versions != _versions(origin, t):
         return None
@@ -223,8 +275,8 @@ class Execution:
     def run(self) -> Any:
         """What the call gives."""
         plan, tensors = self.plan, self.tensors
-        if plan.known and saving():
-            return self._planned_anew(known=False)
+        if plan.known and not all(_known_here(tensors[i]) for i, _ in plan.known):
+            return self._planned_anew()
         if (plan.untyped or plan.known) and torch.is_grad_enabled() and self._decide():
             return self._planned_anew()
         if runtime.RT.told is not None:
@@ -243,8 +295,14 @@ class Execution:
                 result = self._run_local(locals_)
         else:
             result = self._run_local(locals_)
-        if plan.op.inplace:
-            return self._finish_write(locals_[0], result)
+        made = self._finish_write(locals_[0], result) if plan.op.inplace else self._finish_new(locals_, result)
+        if runtime.RT.after_call is not None:
+            runtime.RT.after_call(self, made)
+        return made
+
+    def _finish_new(self, locals_: Sequence[Tensor], result: Any) -> Any:
+        """Wrap what an op made that writes to nothing, and note of views that are copies what they were made of."""
+        plan, tensors = self.plan, self.tensors
         result = self.finish(self._own(result, locals_))
         if plan.copies:
             remember(self.func, self.args, self.kwargs, tensors[0], tensors_in(result))
@@ -253,7 +311,7 @@ class Execution:
             self.wrap(result, marked(spec, replace(marks_of(spec), copied=True)))
             remember(self.func, self.args, self.kwargs, tensors[0], [result], apart=True)
         if plan.pieces:
-            remember_pieces(self.func, self.args, self.kwargs, tensors[0], tensors_in(result))
+            remember_pieces(self.func, self.args, self.kwargs, tensors[0], tensors_in(result), image=plan.image)
         return result
 
     def resolve_after(self, result: Any) -> Any:
@@ -266,8 +324,8 @@ class Execution:
                     resolve_types(self.tensors[i], spec)
         return self.finish(result)
 
-    def _planned_anew(self, known: bool = True) -> Any:
-        plan = plan_call(self.func, self.args, self.kwargs, known=known)
+    def _planned_anew(self) -> Any:
+        plan = plan_call(self.func, self.args, self.kwargs, known=_known_here)
         return execute(plan, self.func, self.args, self.kwargs, self.wrap)
 
     def _decide(self) -> bool:
@@ -491,7 +549,7 @@ def relayout(x: Tensor, target: Spec, wrap: Wrap) -> Tensor:
     if x.requires_grad and spec.undecided:
         resolve_types(x, spec.decided())
     source, known = x.__dict__["_spec"].decided(), marks_of(spec).known
-    if known is not None and not target.layout.partial and not saving():
+    if known is not None and not target.layout.partial and _known_here(x):
         x = convert_tensor(x, planner.plan(source, known.decided()))
         source = known.decided()
     plan = planner.plan(source, target)

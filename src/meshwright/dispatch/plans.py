@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -78,6 +78,7 @@ class CallPlan:
 
     ``choice``: None where there is no rule, and inputs are gathered, with a ``warning`` where that moves data.
     ``copies``: results are views that are copies on the mesh; ``pieces``: pieces of one value, parts of sums;
+    ``image``: and as large as that value;
     ``watched``: arguments are such copies (see ``views``).  ``replayed``: this rank has nothing of a result (see
     ``execution``).  ``graded``: another choice is cheaper where other arguments need gradients.
     ``mixed``: plain tensors are among the arguments, which stand for what all ranks have.
@@ -101,6 +102,7 @@ class CallPlan:
     warning: str = ""
     copies: bool = False
     pieces: bool = False
+    image: bool = False
     watched: bool = False
     replayed: bool = False
     graded: bool = False
@@ -130,12 +132,12 @@ def plan_call(
     kwargs: Kwargs,
     strategies: Sequence[Strategy] | None = None,
     *,
-    known: bool = True,
+    known: Callable[[Tensor], bool] | None = None,
 ) -> CallPlan:
     """Decide how to run a call.  Reads specs, shapes and dtypes only, so that all ranks decide alike.
 
-    ``strategies``, one per mesh axis, are taken instead of the cheapest ones (for tests of a rule).  ``known``: take
-    Partial values that were reduced before as what they were reduced to.
+    ``strategies``, one per mesh axis, are taken instead of the cheapest ones (for tests of a rule).  ``known``: for
+    which Partial values the value to which they were reduced before is taken; None: for all.
     """
     op = resolve(func)
     if op.custom and op.name.partition("::")[0] in BY_HAND:
@@ -174,7 +176,7 @@ class _Planner:
     output would share memory with an input.  ``mixed``: whether plain ones are among them.
     """
 
-    def __init__(self, op: Op, func: Any, args: Args, kwargs: Kwargs, known: bool) -> None:
+    def __init__(self, op: Op, func: Any, args: Args, kwargs: Kwargs, known: Callable[[Tensor], bool] | None) -> None:
         self.op, self.func, self.args, self.kwargs = op, func, args, kwargs
         tensors = tensors_in((args, kwargs))
         self.mesh = mesh_of(tensors, op.name)
@@ -189,7 +191,9 @@ class _Planner:
         self.views = False
         self.known: list[tuple[int, resharding.ConversionPlan]] = []
         for i, (s, m) in enumerate(zip(self.specs, marks, strict=True)):
-            if m.known is not None and known and not (op.inplace and i == 0):  # what is written to stays what it is
+            if op.inplace and i == 0:  # what is written to stays what it is
+                continue
+            if m.known is not None and (known is None or known(tensors[i])):
                 open_ = s.undecided & m.known.undecided
                 self.known.append((i, resharding.plan(s.with_(undecided=open_), m.known.with_(undecided=open_))))
                 self.specs[i] = m.known
@@ -306,14 +310,16 @@ class _Planner:
         copies = (own or self._moves(conversions)) and self.views
         stays = choice.inputs[0].layout == choice.sources[0].layout
         smaller = len(outputs) > 1 or (bool(outputs) and outputs[0].shape.numel() < specs[0].shape.numel())
-        pieces = len(specs) == 1 and stays and smaller and any(s.layout.partial for s in outputs) and self.views
+        parts = len(specs) == 1 and stays and any(s.layout.partial for s in outputs)
+        image = parts and not smaller and self._is_image(fn, outputs[0])
+        pieces = image or (parts and smaller and self.views)
         given = self._converted(conversions, choice.sources, outputs)
         if op.inplace and rule.crossing and own and given["back"] is None and outputs[0].shape == specs[0].shape:
             # The local function makes the new value, and may keep the old one for the backward: it gets a copy.
             given["back"] = resharding.plan(outputs[0], outputs[0])
         replayed = not op.inplace and any(s.shape.numel() and 0 in s.local_shape(ctx.here) for s in outputs)
         falls = isinstance(fn, Native) and fn.otherwise is not None and conversions  # maybe a copy: the run says
-        whole = (fn is None or self._is_native(fn)) and not (copies or pieces or replayed or falls)
+        whole = (fn is None or self._is_native(fn)) and not (copies or (pieces and not image) or replayed or falls)
         promised: Route | None = self._promised(given, outputs, bool(choice.open)) if whole else Route.EXECUTE
         plain = promised is Route.NATIVE
         if not plain or fn is not None or op.inplace or self.mixed:  # what such a call gives hangs on memory, too
@@ -326,8 +332,16 @@ class _Planner:
             outputs = tuple([s.with_(dtype=d) for s, d in zip(outputs, dtypes, strict=True)])
         return CallPlan(
             op, route, promised, plain, fn=fn, outputs=outputs, choice=choice, why=rule.text, copies=copies,
-            pieces=pieces, replayed=replayed, graded=graded, line=line, **given,
+            pieces=pieces, image=image, replayed=replayed, graded=graded, line=line, **given,
         )  # fmt: skip
+
+    def _is_image(self, fn: LocalFn | None, made: Spec) -> bool:
+        """Whether the op may be computed again, of the reduced value in place of the Partial one, which is as large."""
+        source = self.specs[0]
+        same = source.layout.partial == made.layout.partial and source.shape.numel() == made.shape.numel()
+        native = (fn is None or self._is_native(fn)) and bool(self.args) and isinstance(self.args[0], Tensor)
+        # Of what draws numbers no rule keeps a Partial with the op itself.
+        return same and native and not self.op.inplace and source.dtype is made.dtype
 
     def _promised(self, given: OfInputs, outputs: tuple[Spec, ...], open_: bool) -> Route:
         """The least work that a plan allows which runs the op itself."""

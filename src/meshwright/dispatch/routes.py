@@ -24,7 +24,7 @@ from .execution import Execution, Wrap, convert_tensor, still
 from .keys import key_of
 from .leaves import any_linked
 from .plans import CallPlan, Route, casts_of, plan_call, warn_gathered
-from .views import Call, before, count_write, write_through
+from .views import Call, before, count_write, remember_pieces, write_through
 
 Tensor = torch.Tensor
 Special = Callable[[Any, Args, Kwargs], Any]
@@ -189,6 +189,9 @@ def known_call(plan: CallPlan, func: Any, front: Frontend, tensors: Sequence[Ten
                 out = call_disabled(fn.fn, (), (args[0], *fn.static), NO)
             except (RuntimeError, IndexError, TypeError):  # such as a view that this shard's strides do not allow
                 return NotImplemented
+        if plan.pieces and out.__class__ is Tensor:
+            with disabled():
+                remember_pieces(func, args, kwargs, args[0], [out], image=True)
         if untyped and True in [t.requires_grad for t in (out if several else (out,)) if t.__class__ is Tensor]:
             with disabled():  # leaves get their types now
                 return Execution(plan, func, args, kwargs, front.wrap).resolve_after(out)
@@ -210,7 +213,7 @@ def known_call(plan: CallPlan, func: Any, front: Frontend, tensors: Sequence[Ten
 
     if route in (RETYPE_THEN_NATIVE, CONVERT_THEN_NATIVE):
         return plan.outputs[0], converting
-    simple = route is NATIVE and fn is None and not (untyped or wraps or plan.mixed)
+    simple = route is NATIVE and fn is None and not (untyped or wraps or plan.mixed or plan.pieces)
     return plan.outputs[0], None if simple else native
 
 

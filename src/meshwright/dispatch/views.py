@@ -90,12 +90,14 @@ def remember(
 
 @dataclass(slots=True)
 class PieceSource:
-    """What pieces were cut from, by ``func(*args, **kwargs)``.
+    """What pieces, or an image as large as it, were computed from, by ``func(*args, **kwargs)``.
 
-    ``whole``: them all, cut from a base that is whole on these axes.  ``mark``: tells it from others, on the base.
+    ``base``: gives it, or None where it is gone: an image alone does not keep it.  Among the arguments ``BASE`` stands
+    for it.  ``whole``: them all, computed from a base that is whole on these axes.  ``mark``: tells it from others, on
+    the base.
     """
 
-    base: Tensor
+    base: Callable[[], Tensor | None]
     func: Any
     args: Args
     kwargs: Kwargs
@@ -105,30 +107,43 @@ class PieceSource:
     mark: object = field(default_factory=object)
 
 
-def remember_pieces(func: Any, args: Args, kwargs: Kwargs, base: Tensor, made: Sequence[Tensor]) -> None:
-    """Note what these pieces, which may be needed whole, were cut from.  Must run with dispatch disabled."""
+BASE = "base"
+
+
+def remember_pieces(
+    func: Any, args: Args, kwargs: Kwargs, base: Tensor, made: Sequence[Tensor], *, image: bool = False
+) -> None:
+    """Note what these pieces, which may be needed whole, were cut from.  Must run with dispatch disabled.
+
+    Args:
+        image: what was made is as large as the base, and need not be a view of it.
+    """
     version = _version(base)
     if version is not None:
-        source = PieceSource(base, func, args, kwargs, version, len(made) > 1)
+        held: Callable[[], Tensor | None] = weakref.ref(base) if image else lambda: base
+        source = PieceSource(held, func, *with_base(base, BASE, args, kwargs), version, len(made) > 1)
         for i, t in enumerate(made):
-            t.__dict__["_piece"] = (source, i, _version(t))
+            if t is not base:
+                t.__dict__["_piece"] = (source, i, _version(t))
 
 
-def cut_from(t: Tensor) -> tuple[PieceSource, int] | None:
-    """The source of a piece that is needed whole, where it pays to make the source whole: once, for all its pieces.
+def cut_from(t: Tensor) -> tuple[PieceSource, Tensor, int] | None:
+    """The source of a piece that is needed whole, with its base, where it pays to make that whole: once, for all its
+    pieces and images.
 
-    It does for the pieces of one call, and from the second piece on.  Not for a parameter, of which a loop over its
-    rows may take few (and where nothing is kept for the next one).
+    It does for the pieces of one call, from the second piece or image on, and where the base is known whole.  Not for a
+    parameter, of which a loop over its rows may take few (and where nothing is kept for the next one).
     """
     source, i, version = t.__dict__["_piece"]
-    base = source.base
-    if source.version != _version(base) or version != _version(t):
+    base = source.base()
+    if base is None or source.version != _version(base) or version != _version(t):
         return None
-    split = not base.__dict__["_spec"].layout.partial
-    if split and ((base.is_leaf and base.requires_grad) or getattr(base, "_is_param", False)):
+    spec = base.__dict__["_spec"]
+    if not spec.layout.partial and ((base.is_leaf and base.requires_grad) or getattr(base, "_is_param", False)):
         return None
     first = base.__dict__.setdefault("_asked", source.mark)
-    return (source, i) if source.several or first is not source.mark else None
+    pays = source.several or first is not source.mark or marks_of(spec).known is not None
+    return (source, base, i) if pays else None
 
 
 def remember_detached(base: Tensor, made: Tensor) -> None:
@@ -311,7 +326,7 @@ def write_through(t: Tensor, call: Call) -> None:
             if index is not None:
                 call(Tensor.__setitem__, (view.base, index, t), {})
             else:
-                args, kwargs = with_base(view.base, "base", view.args, view.kwargs)
+                args, kwargs = with_base(view.base, BASE, view.args, view.kwargs)
                 call(_writer(op_name(view.func)), (view.base, t, view.func, args, kwargs, view.index), {})
         finally:
             view.writing = False
@@ -331,7 +346,7 @@ def _writer(name: str) -> Internal:
     """An op in place that writes a value to a view of a whole tensor."""
 
     def write(base: Tensor, value: Tensor, func: Any, args: Args, kwargs: Kwargs, i: int) -> Tensor:
-        args, kwargs = with_base("base", base, args, kwargs)
+        args, kwargs = with_base(BASE, base, args, kwargs)
         tensors_in(func(*args, **kwargs))[i].copy_(value)
         return base
 

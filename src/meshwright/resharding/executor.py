@@ -312,16 +312,18 @@ def apply(steps: tuple[ConversionStep, ...], local: Tensor) -> Tensor:
     """
     if not steps:
         return local
-    if peek_interpreter_stack() is not None:
-        raise DispatchError(TRANSFORMS)
-    if forward_ad._current_level >= 0:
-        raise DispatchError(FORWARD_MODE)
+    if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        raise _transformed()
     here = ready(steps)
     if here.views and distributed(local):
         with as_plain(local):
             return _applied(here, local)
     made: Tensor = call_disabled(_applied, (), (here, local), {})
     return made
+
+
+def _transformed() -> DispatchError:
+    return DispatchError(FORWARD_MODE if peek_interpreter_stack() is None else TRANSFORMS)
 
 
 def _applied(here: RankSteps, local: Tensor) -> Tensor:
@@ -350,6 +352,12 @@ def _nothing_here(step: ConversionStep) -> bool:
 
 @lru_cache(maxsize=2048)
 def _nodes(steps: tuple[ConversionStep, ...]) -> Nodes:
+    """What autograd runs in place of each of the :func:`_parts`."""
+    return tuple((_apply_in_c(_Weighted if weighted(part[0]) else _Convert), part) for part in _parts(steps))
+
+
+@lru_cache(maxsize=2048)
+def _parts(steps: tuple[ConversionStep, ...]) -> tuple[tuple[ConversionStep, ...], ...]:
     """Linear steps that follow each other share one autograd node; weighted ones have their own."""
     parts: list[tuple[ConversionStep, ...]] = []
     for step in steps:
@@ -357,7 +365,7 @@ def _nodes(steps: tuple[ConversionStep, ...]) -> Nodes:
             parts[-1] = (*parts[-1], step)
         else:
             parts.append((step,))
-    return tuple((_apply_in_c(_Weighted if weighted(part[0]) else _Convert), part) for part in parts)
+    return tuple(parts)
 
 
 def _apply_in_c(function: Any) -> Any:
@@ -433,21 +441,58 @@ def _only_slices(steps: tuple[ConversionStep, ...]) -> bool:
     return all(s.kind in ("slice", "retype") for s in steps) and any(s.kind == "slice" for s in steps)
 
 
-def apply_known(steps: tuple[ConversionStep, ...], local: Tensor, value: Tensor) -> Tensor:
-    """What ``apply(steps, local)`` would give, where the data (``value``) is there already; moves nothing."""
-    made: Tensor = _Known.apply(local, value, steps)
+def weigh(
+    steps: tuple[ConversionStep, ...], local: Tensor, value: Tensor | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """What ``apply(steps, local)`` gives, and the shares that parts have of its gradient, for :func:`apply_known`.
+
+    ``value``: the result, where the data is there already; then only what the shares need is sent.
+    """
+    if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        raise _transformed()
+    shares = []
+    with torch.no_grad(), as_plain(local):
+        parts, here = _parts(steps), local
+        for part in parts:
+            if weighted(part[0]):
+                here, share = _weighed(part[0], here, value if len(parts) == 1 else None)
+                shares.append(share)
+            else:
+                here = apply(part, here)
+    return here if value is None else value, tuple(shares)
+
+
+def apply_known(
+    steps: tuple[ConversionStep, ...], local: Tensor, value: Tensor, shares: tuple[Tensor, ...] = ()
+) -> Tensor:
+    """What ``apply(steps, local)`` would give, where the data (``value``) is there already; moves nothing.
+
+    ``shares``: of the gradient, of steps that are weighted (:func:`weigh`).
+    """
+    made: Tensor = _Known.apply(local, value, steps, shares)
     return made
 
 
 class _Known(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, value: Tensor, steps: tuple[ConversionStep, ...]) -> Tensor:
-        ctx.steps, ctx.cause = steps, runtime.RT.cause
+    def forward(
+        ctx: Any, local: Tensor, value: Tensor, steps: tuple[ConversionStep, ...], shares: tuple[Tensor, ...]
+    ) -> Tensor:
+        # Shares are not saved: a value may have consumers of several backwards, and each run of a checkpoint must save
+        # as often as the other, whether it finds the data there or not.
+        ctx.steps, ctx.shares, ctx.cause = steps, shares, runtime.RT.cause
         return value.data
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return back(ctx.steps, grad, ctx.cause), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        if not ctx.shares:
+            return back(ctx.steps, grad, ctx.cause), None, None, None
+        left = list(ctx.shares)
+        for part in reversed(_parts(ctx.steps)):
+            grad = (
+                _back_weighted(part, grad, left.pop(), ctx.cause) if weighted(part[0]) else back(part, grad, ctx.cause)
+            )
+        return grad, None, None, None
 
 
 class Past(torch.autograd.Function):
@@ -485,31 +530,42 @@ class _Weighted(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, steps: tuple[ConversionStep, ...]) -> Tensor:
         (step,) = steps
         ctx.steps, ctx.cause = steps, runtime.RT.cause
-        op, group = op_of(step.src, step), collective.group(step.src.mesh, step.axes)
-        if op == "avg":
-            ctx.save_for_backward(local.new_tensor(1 / group.size))
-            return _apart(ready(steps).run(local), local)
-        if op is None:  # made a product
-            ctx.save_for_backward(1 - ready(steps).run(torch.zeros_like(local)))
-            return _apart(ready(steps).run(local), local)
-        everywhere = _reduced_everywhere(step)
-        out = ready((everywhere,)).run(local)
-        share = _share_of_product(local, group) if op == "product" else _share_of_holders(local, out, group)
+        made, share = _weighed(step, local)
         ctx.save_for_backward(share)
-        if step.kind != "reduce_scatter":
-            return out
-        return ready((ConversionStep("slice", step.axes, everywhere.dst, step.dst),)).run(out)
+        return made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (step,) = ctx.steps
         (share,) = ctx.saved_tensors
-        if torch.is_grad_enabled() and op_of(step.src, step) == "product":
-            raise ConversionError("a reduction by product has no second derivative here: gather the factors first")
-        back = transpose(ctx.steps)
-        with runtime.serving(ctx.cause and ctx.cause.transposed(back)):
-            made = apply(back, grad * share) if op_of(step.src, step) is None else apply(back, grad) * share
-        return made, None
+        return _back_weighted(ctx.steps, grad, share, ctx.cause), None
+
+
+def _weighed(step: ConversionStep, local: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """What a weighted step gives, and the share of this rank's part; ``out``: what it gives, where that is known."""
+    op, group = op_of(step.src, step), collective.group(step.src.mesh, step.axes)
+    if op == "avg":
+        share = local.new_tensor(1 / group.size)
+        return _apart(ready((step,)).run(local), local) if out is None else out, share
+    if op is None:  # made a product
+        share = 1 - ready((step,)).run(torch.zeros_like(local))
+        return _apart(ready((step,)).run(local), local) if out is None else out, share
+    everywhere = _reduced_everywhere(step)
+    sliced = step.kind == "reduce_scatter"
+    whole = ready((everywhere,)).run(local) if out is None or sliced else out
+    share = _share_of_product(local, group) if op == "product" else _share_of_holders(local, whole, group)
+    if not sliced:
+        return whole, share
+    return ready((ConversionStep("slice", step.axes, everywhere.dst, step.dst),)).run(whole), share
+
+
+def _back_weighted(steps: tuple[ConversionStep, ...], grad: Tensor, share: Tensor, cause: Any) -> Tensor:
+    """The gradient of this rank's part, from that of what a weighted step gave."""
+    (step,) = steps
+    if torch.is_grad_enabled() and op_of(step.src, step) == "product":
+        raise ConversionError("a reduction by product has no second derivative here: gather the factors first")
+    backward = transpose(steps)
+    with runtime.serving(cause and cause.transposed(backward)):
+        return apply(backward, grad * share) if op_of(step.src, step) is None else apply(backward, grad) * share
 
 
 def _share_of_holders(local: Tensor, out: Tensor, group: Any) -> Tensor:

@@ -44,9 +44,9 @@ from .cost import bytes_of, passes
 class ConversionPlan:
     """Steps from ``src`` to ``dst`` with their cost in bytes sent per rank.
 
-    ``moves``: data crosses between ranks in the forward; ``free``: only types change; ``weighted``: parts have shares
-    of the gradient that hang on the data; ``ends``: ``src`` and ``dst`` without the types of axes that no step touches,
-    as any type is right there.
+    ``moves``: data crosses between ranks in the forward; ``reduces``: and the source is Partial; ``free``: only types
+    change; ``weighted``: parts have shares of the gradient that depend on the data; ``ends``: ``src`` and ``dst``
+    without the types of axes that no step touches, as any type is right there.
     """
 
     src: Spec
@@ -55,6 +55,7 @@ class ConversionPlan:
     forward_bytes: float
     backward_bytes: float
     moves: bool = field(init=False)
+    reduces: bool = field(init=False)
     free: bool = field(init=False)
     weighted: bool = field(init=False)
     ends: tuple[Spec, Spec] = field(init=False)
@@ -64,6 +65,7 @@ class ConversionPlan:
         ends = [s.with_(reduced=s.reduced & touched, undecided=0) for s in (self.src, self.dst)]
         object.__setattr__(self, "ends", tuple(ends))
         object.__setattr__(self, "moves", any(s.moves for s in self.steps))
+        object.__setattr__(self, "reduces", self.moves and bool(self.src.layout.partial))
         object.__setattr__(self, "free", all(s.kind == "retype" for s in self.steps))
         object.__setattr__(self, "weighted", any(conversions.weighted(s) for s in self.steps))
 
