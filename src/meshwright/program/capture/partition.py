@@ -38,6 +38,7 @@ from ..ir.nodes import annotate, info_of, remove_dead
 from ..ir.program import Input, Origin, Output, Program, without_unserved
 from ..ir.strides import LAID, Strides, dense, is_dense, same
 from ..ir.trace import Recorder
+from .early_sums import EarlySum, Key, PartialFlow, bytes_sent, cheapest_sums, sends_less
 from .export import Captured, Source
 from .interpret import Interpreter, spec_at
 from .scale import LossScale, Scaling
@@ -101,8 +102,8 @@ def partition(
         MeshwrightError: what dispatch raises for these layouts, with the user's line.
     """
 
-    def recorded(merge: bool) -> _Partition:
-        made = _Partition(captured, laid, mesh, rank, loss_scale if train else None, merge)
+    def recorded(merge: bool, early: Mapping[Key, EarlySum]) -> _Partition:
+        made = _Partition(captured, laid, mesh, rank, loss_scale if train else None, merge, early)
         with captured.mode, made.recorder, torch.set_grad_enabled(train):
             made.forward()
             if train:
@@ -112,9 +113,15 @@ def partition(
         return made
 
     with collective.as_rank(mesh, rank), _no_values():
-        made = recorded(merge=True)
+        made = late = recorded(merge=True, early={})
+        sent, early = bytes_sent(), cheapest_sums(made.flow.values)
+        if early:
+            runtime.RT.records = []
+            made = recorded(merge=True, early=early)
+            if not sends_less(bytes_sent(), sent):  # what ops choose for a reduced operand sends more elsewhere
+                made, early = late, {}
         if any(not made.recorder.merged.isdisjoint(written(n)) for n in made.recorder.graph.nodes):
-            made = recorded(merge=False)  # one of two results is written to: each needs memory of its own
+            made = recorded(merge=False, early=early)  # one of two results is written to: each needs memory of its own
         for node in made.recorder.graph.nodes:
             if how := laid.kept.get(info_of(node).gather):
                 annotate(node, unit=how.unit)
@@ -138,11 +145,19 @@ class _Partition:
     """The state of one partition."""
 
     def __init__(
-        self, captured: Captured, laid: Assignment, mesh: Mesh, rank: int, loss_scale: LossScale | None, merge: bool
+        self,
+        captured: Captured,
+        laid: Assignment,
+        mesh: Mesh,
+        rank: int,
+        loss_scale: LossScale | None,
+        merge: bool,
+        early: Mapping[Key, EarlySum],
     ) -> None:
         self.captured, self.laid, self.mesh, self.rank = captured, laid, mesh, rank
         self.here = mesh.coordinate(rank)
         self.recorder = Recorder(merge)
+        self.flow = PartialFlow(self.recorder, early)
         self.inputs: list[Input] = []
         self.params: dict[str, Tensor] = {}  # name to the local fake leaf, in the order of the model
         self.wide: dict[int, torch.dtype] = {}  # id of a leaf to what its gradient is reduced in, if not in its own
@@ -199,7 +214,10 @@ class _Partition:
         interpreter = Interpreter(
             self.recorder, dict(self.laid.constraints), self.captured.regions, self._differentiable
         )
-        made = interpreter.run(self.captured.module, self._read)
+        with self.flow:
+            for name, t in self.by_node.items():
+                self.flow.add_input(name, t)
+            made = interpreter.run(self.captured.module, self._read)
         for i, value in enumerate(made):
             if not isinstance(value, Tensor):
                 raise CaptureError(f"the loss function returned {value!r}: return tensors only")
