@@ -117,7 +117,7 @@ def eager(name: str, call: tuple[Any, ...], placements: tuple[Any, ...], graded:
     def run() -> Any:
         made = []
         for t, p in zip(given, placements, strict=True):
-            x = mw.shard_tensor(t.value, PAIR, [p], check=False)
+            x = mw.shard_tensor(t.value, PAIR, p if isinstance(p, tuple) else [p], check=False)
             if graded and (t.value.dtype.is_floating_point or t.value.dtype.is_complex):
                 x.requires_grad_()  # inference prices gradients
             made.append(x * 1 if graded and (name.endswith("_") or name == "setitem") else x)
@@ -154,6 +154,41 @@ def test_inference_says_what_eager_does(name):
                 continue
             found = mw.infer_forward(name, *filled(call, iter(plain)))
             assert [s.layout for s in found.outputs] == want, placements
+
+
+PAIRS = mw.Mesh({"a": 2, "b": 2})
+# Calls whose answer for leaves differed while a spec without types was taken for that of a value of decided type.
+OF_LEAVES = {
+    "lerp": ((P, P), (S0, P), (R, S1)),
+    "scatter": ((S1, S0), (R, S1), (R, R)),
+    "add": ((S0, R), (R, S1)),
+    "addcmul": ((P, S0), (S1, R), (R, R)),
+    "mul": ((R, S1), (S0, R)),
+    "matmul": ((S0, R), (R, P)),
+    "where": ((R, S0), (S1, S0), (R, P)),
+    "baddbmm": ((R, R), (S0, S1), (R, S0)),
+}
+
+
+@pytest.mark.parametrize("name", OF_LEAVES)
+def test_a_spec_without_types_is_of_a_leaf(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two axes: which dims they share is decided by bytes, those of gradients among them."""
+    monkeypatch.setattr(f"{__name__}.PAIR", PAIRS)
+    call, layouts = arguments(name), OF_LEAVES[name]
+    for given in (layouts, tuple(p[::-1] for p in layouts)):
+        specs, want = eager(name, call, given)
+        found = mw.infer_forward(name, *filled(call, (mw.Spec(s.shape, s.dtype, s.layout) for s in specs)))
+        assert [s.layout for s in found.outputs] == want, given
+
+
+def test_a_gradient_that_is_reduced_at_its_leaf_is_counted() -> None:
+    """Each rank uses the weight for its own rows: 8 * 6 numbers of 4 bytes, half of them sent twice."""
+    x, w = (mw.Spec(s, torch.float32, mw.Layout(PAIR, [p])) for s, p in (((4, 6), S0), ((8, 6), R)))
+    found = mw.infer_forward("linear", x, w)
+    assert found.bytes == 8 * 6 * 4
+    assert found.outputs[0].layout.placements == (S0,)
+    # A value of a type is asked about as what it is.
+    assert mw.infer_forward("linear", x, w.with_(reduced=1)).bytes == 0
 
 
 @pytest.mark.parametrize(

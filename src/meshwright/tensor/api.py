@@ -560,7 +560,8 @@ def infer_forward(op: str, *args: Any, **kwargs: Any) -> Inference:
 
     Args:
         op: ATen name before autograd (`"linear"`), or a function's name (`"F.cross_entropy"`).
-        *args: The op's arguments, with a [Spec][meshwright.Spec] for each tensor.
+        *args: The op's arguments, with a [Spec][meshwright.Spec] for each tensor. `mw.Spec(shape, dtype, layout)` is
+            the spec of a leaf that no op has used yet, as `mw.shard_tensor` makes it.
         **kwargs: The op's keyword arguments, likewise.
 
     Returns:

@@ -72,12 +72,17 @@ class Inference:
 
 
 def infer(name: str, args: Args, kwargs: Kwargs, outputs: Wishes | None = None) -> Inference:
-    """Shared body of ``infer_forward`` and ``infer_backward``; specs stand in place of tensors."""
+    """Shared body of ``infer_forward`` and ``infer_backward``; specs stand in place of tensors.
+
+    Forward, a spec that says no types is that of a leaf, as eager code has it: its first use decides them.
+    """
+    if outputs is None:
+        args, kwargs = tree_map_only(Spec, _of_leaf, (args, kwargs))
     asked = _Asked.of(name, args, kwargs, outputs or ())
     with naming(resolve(asked.func), asked.specs):
         asked.run()
         found = asked.ahead()
-        return found if outputs is None else asked.toward(found, outputs)
+        return _as_asked(found) if outputs is None else asked.toward(found, outputs)
 
 
 def of_rule(name: str, args: Args, kwargs: Kwargs, outputs: Wishes | None = None) -> Inference:
@@ -166,6 +171,7 @@ class _Asked:
                 if i in steps and (id(t), steps[i].dst) not in paid:  # a value is brought to one layout once
                     paid.add((id(t), steps[i].dst))
                     moved += steps[i].bytes
+        moved += sum(map(_reduced_at_leaf, self.specs, self.given)) if self.graded else 0.0
         only = self.told[0].plan if len(self.told) == 1 else None
         composed, sent = only is None or resolve(self.func).composite is not None, self.sent()
         if only is None or only.choice is None:
@@ -288,6 +294,23 @@ def _undisturbed() -> Iterator[None]:
     ):  # fmt: skip
         warnings.simplefilter("ignore")
         yield
+
+
+def _of_leaf(spec: Spec) -> Spec:
+    return spec if spec.reduced or spec.undecided else spec.untyped()
+
+
+def _as_asked(found: Inference) -> Inference:
+    """An answer in which what is not decided yet says no types, as the specs of a question do."""
+    inputs, outputs = (tuple([s.decided() for s in specs]) for specs in (found.inputs, found.outputs))
+    return replace(found, inputs=inputs, outputs=outputs)
+
+
+def _reduced_at_leaf(spec: Spec, given: Tensor) -> float:
+    """Bytes that the gradient of a leaf costs which is Partial since the call: it is reduced there."""
+    reduced = spec.undecided & given.__dict__["_spec"].reduced
+    decided = spec.decided()
+    return conversion(decided, decided.with_(reduced=decided.reduced | reduced)).bytes if reduced else 0.0
 
 
 def _first(error: Exception) -> str:
