@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .. import compat, torch_changes
-from ..dispatch import Args, Kwargs, Special, call_disabled, disabled, map_tensors
+from ..dispatch import Args, Kwargs, Special, call_disabled, disabled, map_tensors, op_name, tensors_in
 from ..errors import DispatchError
 from .dist_tensor import BASE, DistTensor, Numbers, is_part, plain, read, seen, whole
 
@@ -143,7 +143,15 @@ def _type(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def into_plain(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """An op that writes to a plain tensor: with global values, on every rank; the tensor stays plain."""
+    """An op that writes to a plain tensor: with global values, on every rank; the tensor stays plain.
+
+    Raises DispatchError for one on the meta device, which has no memory: PyTorch writes nothing, and says nothing.
+    """
+    if args[0].is_meta and any(isinstance(t, DistTensor) and not t.is_meta for t in tensors_in((args, kwargs))):
+        raise DispatchError(
+            f"{op_name(func)}: the target, of shape {tuple(args[0].shape)}, is on the meta device, where nothing is "
+            "written. Copy the model after mw.shard_module, which gives it memory."
+        )
     return func(*global_values(args), **global_values(kwargs))
 
 

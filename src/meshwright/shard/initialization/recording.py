@@ -299,13 +299,22 @@ def _recording(original: Any, name: str) -> Any:
             _note_skipped(into, args[0], sys._getframe(1))
             return original(self, func, types, args, kwargs)
         with unrecorded():
-            with _Recorder(into):
-                out = original(self, func, types, args, dict(kwargs or {}))
+            try:
+                with _Recorder(into):
+                    out = original(self, func, types, args, dict(kwargs or {}))
+            except NotImplementedError as error:
+                # Whoever catches it, as register_parametrization does, goes on with other values than one device.
+                into.current().failed.append(f"{func.__name__} raises NotImplementedError ({_first_line(error)})")
+                raise
             if type(out) is Tensor and out.is_meta and func.__name__ in _FROM_VALUES and recorded(out) is None:
                 _note_values(into, func, args, kwargs or {}, out)
         return out
 
     return noted
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200]
 
 
 _IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]

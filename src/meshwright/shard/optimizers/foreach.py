@@ -67,7 +67,7 @@ def _elementwise(name: str) -> Callable[..., Any]:
             return _one_by_one(name, args, kwargs)
         specs = tuple([_specs(a) for a in given])
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
-        if recorded or not _fits(name, specs):
+        if recorded or not _fits(name, specs) or _writes_to_meta(name, given[0], specs[0]):
             return _one_by_one(name, args, kwargs)
         _claim(name, given, specs)
         with disabled():
@@ -104,6 +104,11 @@ def _captured(args: Sequence[Any]) -> bool:
         if others and any("_spec" in t.__dict__ for t in others if isinstance(t, Tensor)):
             return True
     return False
+
+
+def _writes_to_meta(name: str, into: Sequence[Any], specs: Any) -> bool:
+    """Whether plain tensors are written to that are on the meta device, which raises one by one."""
+    return None in specs and name.endswith("_") and any(t.is_meta for t in into if isinstance(t, Tensor))
 
 
 @lru_cache(maxsize=1024)
