@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -16,7 +17,7 @@ import meshwright as mw
 from meshwright import collective
 from meshwright.errors import DispatchError, RuleError
 from meshwright.ranks import runtime
-from meshwright.rules import attention_blocks as rule
+from meshwright.rules import attention_kernels as table
 from tests.support.compare import check_equal, plain
 
 torch.manual_seed(0)
@@ -31,14 +32,15 @@ class Seen:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.work: dict[int, float] = {}
-        for name in ("KERNEL", "KERNEL_BACKWARD"):
-            monkeypatch.setattr(rule, name, self.counting(getattr(rule, name), name == "KERNEL_BACKWARD"))
+        own, counting = table.CPU, self.counting
+        row = dataclasses.replace(own, forward=counting(own.forward, False), backward=counting(own.backward, True))
+        monkeypatch.setattr(table, "TABLE", [row])
 
     def counting(self, kernel: Any, backward: bool) -> Any:
         def run(*args: Any, **named: Any) -> Any:
             query, key = args[backward : backward + 2]
             rank, pairs = runtime.RT.rank, query.shape[-2] * key.shape[-2]
-            self.work[rank] = self.work.get(rank, 0.0) + pairs * (0.5 if args[-1] else 1.0)
+            self.work[rank] = self.work.get(rank, 0.0) + pairs * (0.5 if args[-3] else 1.0)
             return kernel(*args, **named)
 
         return run
@@ -442,3 +444,21 @@ def test_a_mask_beside_is_causal_is_what_it_is_on_one_device() -> None:
         check_equal(made, want)
     with sdpa_kernel(SDPBackend.MATH), pytest.raises(RuntimeError, match="attn_mask should not be set"):
         mw.simulate(run, mesh)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_mask_beside_is_causal_where_keys_are_gathered(additive: bool) -> None:
+    """Both hold; of three heads two ranks cannot exchange heads."""
+    mesh, q = mw.Mesh({"cp": 2}), drawn(1, 3, 8, 4)
+    mask = drawn(8, 8) if additive else torch.rand(8, 8) > 0.3
+    mask[:, 0] = True
+    hidden = ~torch.ones(8, 8, dtype=torch.bool).tril()
+    seen = mask.masked_fill(hidden, -torch.inf) if additive else mask & ~hidden
+    want = results(*[q.clone().requires_grad_() for _ in range(3)], {"attn_mask": seen}, twice=False)
+
+    def run() -> list[Tensor]:
+        own = [mw.shard_tensor(q, mesh, {"cp": mw.Shard(2)}).requires_grad_() for _ in range(3)]
+        return [plain(t) for t in results(*own, {"attn_mask": mask, "is_causal": True}, twice=False)]
+
+    for got in mw.simulate(run, mesh):
+        check_equal(got, [plain(t) for t in want])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -16,7 +17,7 @@ import meshwright as mw
 from meshwright import collective
 from meshwright.errors import DesyncError, DispatchError
 from meshwright.ranks import runtime
-from meshwright.rules import attention_blocks as blocks
+from meshwright.rules import attention_kernels as table
 from tests.support.compare import check_equal, plain
 
 GATHER = {"attention": {"cp": "gather"}}
@@ -188,17 +189,16 @@ def test_ranks_work_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         own = n * (n + 1) // 2 if causal else n * m
         pairs[runtime.RT.rank] = pairs.get(runtime.RT.rank, 0) + own * query.shape[0]
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, p: float, causal: bool, scale: Any = None) -> Any:
+    def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int, scale: float) -> Any:
         counted(query, key, causal)
         return query[..., :1].expand(value.shape[:1] + query.shape[1:-1] + value.shape[-1:]), query[..., 0]
 
-    def backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, scale: Any = None) -> Any:
-        counted(query, key, rest[-1])
+    def backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+        counted(query, key, rest[-3])
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
 
     # What they compute is not asked here, and takes long.
-    monkeypatch.setattr(blocks, "KERNEL", forward)
-    monkeypatch.setattr(blocks, "KERNEL_BACKWARD", backward)
+    monkeypatch.setattr(table, "TABLE", [dataclasses.replace(table.CPU, forward=forward, backward=backward)])
     g, length, n = torch.Generator().manual_seed(3), 1024, 8
     mesh, q, k = mw.Mesh({"cp": n}), drawn(1, 2, length, 1), drawn(1, 1, length, 1)
     packed = [packing(length, g) for _ in range(100)]

@@ -24,12 +24,14 @@ from .explanation import Explanation
 def _explaining(records: list[Record] | None = None) -> Iterator[Explanation]:
     made = Explanation(records if records is not None else [])
     before, runtime.RT.records = runtime.RT.records, made.records
+    notes, runtime.RT.notes = runtime.RT.notes, {}
     runtime.RT.fast.clear()  # calls that note nothing
     try:
         with collective.counting() as counts:
             yield made
     finally:
-        runtime.RT.records = before
+        made.notes = tuple(runtime.RT.notes or ())
+        runtime.RT.records, runtime.RT.notes = before, notes
         made.counts = counts
 
 

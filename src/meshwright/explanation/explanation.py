@@ -49,13 +49,14 @@ class Explanation(Account):
 
     def __str__(self) -> str:
         if not self.collectives and not self.counts.total and not self.counts.copies:
-            return "no communication"
+            return "\n".join(["no communication", *self.notes]) if self.listed is None else "no communication"
         lines = [f"{n} × {c}" if n > 1 else str(c) for n, c in folded(self.collectives)]
         totals = ", ".join(f"{n} {k} ({self.counts.bytes[k]} bytes)" for k, n in self.counts.kinds.items())
         what = "implied conversions; ran in all" if self.listed is None else "collectives; in all"
         lines.append(f"{len(self.collectives)} {what}: {totals or 'nothing'}")
         copied = (f"{n} {way.replace('_', ' ')} ({nbytes} bytes)" for way, (n, nbytes) in self.counts.copies.items())
         lines += [f"copies: {', '.join(copied)}"] if self.counts.copies else []
+        lines += self.notes if self.listed is None else []  # those of a step are in its report
         return "\n".join([*lines, *map(str, self.warnings)])
 
     __repr__ = __str__

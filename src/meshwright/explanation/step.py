@@ -18,6 +18,8 @@ from ..program.ir.purposes import Purpose
 from ..ranks import runtime
 from ..resharding.copies import TO_DEVICE, TO_HOST
 from ..resharding.record import Record
+from ..rules.attention_blocks import ROWS
+from ..rules.attention_kernels import Shapes, told
 from .entries import Collective, Laid
 from .explanation import Explanation
 from .memory import memory_of
@@ -67,6 +69,7 @@ def _one(
 
 def _notes(program: Program) -> tuple[str, ...]:
     passes = tuple(r if isinstance(r, str) else f"{r.name}: {r.summary}" for r in program.passes)
+    passes += tuple(dict.fromkeys(_attention(program)))
     if program.pipeline is not None:
         return (*passes, *_scheduled(program, program.pipeline))
     passes += tuple(_crossings(program))
@@ -75,6 +78,16 @@ def _notes(program: Program) -> tuple[str, ...]:
     kinds = program.parts[program.step[0]].kinds
     each = ", ".join(f"{n} {kind.replace('_', '-')}" for kind, n in kinds.items()) or "no collective"
     return (*passes, f"the last of {len(program.step)} micro-steps; each of the others runs {each}")
+
+
+def _attention(program: Program) -> Iterator[str]:
+    """Which kernels attend the rows of split sequences."""
+    for part in (program, *program.parts.values()):
+        for node in part.graph.nodes:
+            if node.op == "call_function" and node.target is ROWS.default:
+                query, key, value = (checked_value(n) for n in node.args[:3])
+                (b, h, _, size), device = query.shape, program.mesh.device
+                yield told(query.shape, key.shape[2], Shapes(device, query.dtype, b, h, size, value.shape[3]))
 
 
 def _scheduled(program: Program, how: Staging) -> Iterator[str]:

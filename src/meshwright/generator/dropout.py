@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..compat import FakeTensor, get_current_function_mode_stack, redispatch_function
 from ..ranks import runtime
+from . import attention as rows
 from . import counter
 
 Tensor = torch.Tensor
@@ -104,20 +105,21 @@ def attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    first: int = 0,
 ) -> Tensor:
-    """Attention whose dropout mask follows from global indices; the fused kernels draw their own."""
+    """Attention whose dropout mask follows from global indices; the fused kernels draw their own.
+
+    ``first``: the number of the first row, where rows see keys up to themselves.  Where all scores are many, they are
+    computed some rows at a time.
+    """
     if enable_gqa and key.shape[-3]:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    scores = query @ key.transpose(-2, -1) * ((query.shape[-1] or math.nan) ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    weights = torch.softmax(scores, -1)
-    if dropout_p > 0.0:
-        weights = counter.dropout(weights, counter.draw_seed(), dropout_p, *at)
-    return weights @ value
+    size = (query.shape[-1] or math.nan) ** -0.5 if scale is None else scale
+    seed = counter.draw_seed() if dropout_p > 0.0 else None
+    call = rows.Call(at, dropout_p, first if is_causal else None, size)
+    run = rows.attend if rows.fits(query, key) else rows.attend_in_rows
+    return run(query, key, value, attn_mask, seed, call)
 
 
 def _plain_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Tensor:

@@ -211,6 +211,7 @@ class Runtime:
         groups: cache owned by collective.
         memo: scratch for the other layers.
         records: list that explain collects into, or None.
+        notes: what else explain is to say, each once, or None.
         told: what is told of each call that is executed in full, or None; with records, that is every call.
         after_call: what gets each of these calls when it has run, with what it gave, or None.
         cause: the record that communication started now serves, or None; kept only while there are records, and in
@@ -248,6 +249,7 @@ class Runtime:
         self.groups: dict[Any, Any] = {}
         self.memo = Recent(MOST)
         self.records: list[Any] | None = None
+        self.notes: dict[str, None] | None = None
         self.told: Callable[[Any], None] | None = None
         self.after_call: Callable[[Any, Any], None] | None = None
         self.cause: Any = None

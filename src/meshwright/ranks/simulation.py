@@ -347,7 +347,7 @@ class Simulation:
         outer, flags = runtime.RT, _Flags.now()
         for rt in self.runtimes.values():
             rt.explicit, rt.budget = outer.explicit, outer.budget
-        self.runtimes[self.ranks[0]].records = outer.records
+        self.runtimes[self.ranks[0]].records, self.runtimes[self.ranks[0]].notes = outer.records, outer.notes
         runtime.RT = self.runtimes[self.ranks[0]]
         try:
             self.flags[self.ranks[0]].set()

@@ -16,10 +16,12 @@ import torch
 from .. import compat
 from ..errors import DispatchError, ExplicitError
 from ..generator import dropout
+from ..generator.attention import fits
 from ..layout import Shard
 from ..ranks import runtime
 from . import attention_blocks as blocks
 from .attention_blocks import QueryRows, flat, in_blocks
+from .attention_kernels import TABLE, Shapes
 from .dims import aligned
 from .factor_notation import BOUNDED, STRATEGIES, TAKEN_WHERE, Arg, Local, LocalFn, Rule, Wish, notation, rule
 from .head_groups import Attend, Bounds, bounded, in_groups, sequence_axes
@@ -162,24 +164,40 @@ def _local(bounds: Bounds | None, ctx: Local) -> LocalFn:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if is_causal and causal_split:
-            if dropout_p == 0.0 and in_blocks(query, key, value) and 0 not in (*query.shape, *key.shape):
-                if trade is not None and not runtime.RT.explicit:  # there nothing is sent that nobody asked for
-                    return trade(query, key, value, scale, enable_gqa)
-                which = QueryRows((0, first, last - first))
+        few = dropout_p > 0.0 or empty or fits(query, key)  # scores that may be computed at once
+        if dropout_p == 0.0 and attn_mask is None and in_blocks(query, key, value) and key.numel() and query.numel():
+            if trade is not None and is_causal and not runtime.RT.explicit:  # there nothing unasked is sent
+                return trade(query, key, value, scale, enable_gqa)
+            if (is_causal and causal_split) or not (few or computed_by_kernel(query, key, value)):
+                which = QueryRows((0, first, last - first), causal=is_causal)
                 return _attend(query, key, value, scale, enable_gqa, which, blocks.attend)
-            # The mask of these rows of the whole: row i sees the keys up to i.
-            attn_mask = torch.ones(query.shape[-2], keys, dtype=torch.bool, device=query.device).tril(first)
-            is_causal = False
-        if dropout_p > 0.0 or empty:
+        if dropout_p > 0.0 or empty or not (few or computed_by_kernel(query, key, value, attn_mask)):
             return dropout.attention(
-                at, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                at, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa, first=first
             )
+        if is_causal and causal_split:
+            # The mask of these rows of the whole: row i sees the keys up to i.
+            own = torch.ones(query.shape[-2], keys, dtype=torch.bool, device=query.device).tril(first)
+            attn_mask, is_causal = own if attn_mask is None else both(own, attn_mask), False
         return compat.C_NN.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
     return attend
+
+
+def both(seen: Tensor, mask: Tensor) -> Tensor:
+    """A mask of what both let see; the second may be added to scores."""
+    return seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
+
+
+def computed_by_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> bool:
+    """Whether PyTorch computes these by a kernel, and not from all scores at once."""
+    given = Shapes(query.device.type, query.dtype, 1, 1, query.shape[-1], value.shape[-1])
+    which = [k for k in TABLE if k.device == given.device and not any(k.refusals(given))]
+    if mask is not None:
+        which = [k for k in which if k.masked and not (mask.requires_grad and k.device == "cpu")]
+    return query.ndim == key.ndim == 4 and given.size == given.value_size and bool(which)
 
 
 def _in_groups(

@@ -1,29 +1,29 @@
-"""Attention of some rows, block by block, without a mask: the fused kernel of the processor, merged by sums.
+"""Attention of some rows, block by block, without a mask: blocks of a kernel, merged by sums.
 
-Rows see a range of keys whole, and keys about their own causally.  Such blocks are computed one by one by PyTorch's
-fused kernel and merged by the log of the sum of exp(scores), which that kernel gives too.  The backward is the kernel's
-own, block by block, with the merged result and sums in place of the block's: then nothing is computed again (Liu et
-al., Ring Attention, arXiv 2310.01889).
+Rows see a range of keys whole, and keys about their own causally.  Such blocks are computed one by one by a kernel
+(:mod:`.attention_kernels`) and merged by the log of the sum of exp(scores), which it gives too.  The backward is the
+kernel's own, block by block, with the merged result and sums in place of the block's: then nothing is computed again
+(Liu et al., Ring Attention, arXiv 2310.01889).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from .. import compat, kernels
+from .. import compat
 from ..operators import operator
+from ..ranks import runtime
+from . import attention_kernels
+from .attention_kernels import PLAIN, Kernel, choose, shapes_of, told
+from .attention_tiles import Tile, plan_of
 from .dims import nothing
 
 Tensor = torch.Tensor
-KERNEL: Any = kernels.flash_attention
-KERNEL_BACKWARD: Any = kernels.flash_attention_backward
-FUSED = {torch.float64, torch.float32, torch.bfloat16, torch.float16}  # what the kernel of the processor computes in
 
 
 class QueryRows(NamedTuple):
@@ -44,117 +44,13 @@ class QueryRows(NamedTuple):
     window: int = 0
 
 
-class Tile(NamedTuple):
-    """Some rows of the scores: local rows ``start:stop`` see the keys ``first:last``.
-
-    ``kind`` 0: all of them; 1: the i-th row the first i + 1; -1: the i-th row all from the i-th on.  ``batch``: of
-    which sequence, or -1 for all.
-    """
-
-    batch: int
-    start: int
-    stop: int
-    first: int
-    last: int
-    kind: int
-
-    def at(self, size: int) -> tuple[slice, slice, slice]:
-        """Where it is: sequences of ``size``, rows and keys."""
-        which = slice(0, size) if self.batch < 0 else slice(self.batch, self.batch + 1)
-        return which, slice(self.start, self.stop), slice(self.first, self.last)
-
-
-def tiles(which: QueryRows, keys: int) -> Sequence[Tile]:
-    """The blocks of these rows: of each row first one that has its own key, where there is one."""
-    rows, documents = which.rows, which.documents
-    read = [None if t is None else np.ascontiguousarray(t.detach().cpu().numpy()) for t in (rows, documents)]
-    told = tuple([None if a is None else (a.tobytes(), a.shape) for a in read])
-    return _tiles(which.spans, *told, which.causal, which.window, keys)
-
-
-Array = tuple[bytes, tuple[int, ...]] | None
-
-
-@lru_cache(maxsize=64)  # every layer asks for the same, and so does the backward
-def _tiles(
-    spans: tuple[int, ...], rows: Array, documents: Array, causal: bool, window: int, keys: int
-) -> tuple[Tile, ...]:
-    limits: list[Any] = [None] if documents is None else [limits_of(ids) for ids in _read(documents)]
-    given: list[Any] = [None] if rows is None else list(_read(rows))
-    made: list[Tile] = []
-    count = max(len(limits), len(given))
-    for b in range(count):
-        limit = limits[min(b, len(limits) - 1)]
-        starts: Any = None if limit is None else limit[0]
-        stops: Any = None if limit is None else limit[1]
-        for start, row, size in _runs(spans, given[min(b, len(given) - 1)], starts):
-            begin, end = (0, keys) if limit is None else (int(starts[row]), int(stops[row]))
-            made += _run(-1 if count == 1 else b, start, row, size, begin, end, causal, window)
-    return tuple(made)
-
-
-def _read(array: Array) -> Any:
-    assert array is not None
-    return np.frombuffer(array[0], np.int64).reshape(array[1])
-
-
-def limits_of(ids: Any) -> Any:
-    """Where the document of each position begins and ends."""
-    new = np.flatnonzero(np.diff(ids)) + 1
-    edges = np.concatenate([[0], new, [len(ids)]])
-    sizes = np.diff(edges)
-    return np.stack([edges[:-1].repeat(sizes), edges[1:].repeat(sizes)])
-
-
-def _runs(spans: Sequence[int], rows: Any, starts: Any) -> Iterator[tuple[int, int, int]]:
-    """Rows that follow each other in one document: local number, number in the sequence, how many."""
-    if rows is None:
-        for s, r, n in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
-            new = () if starts is None else (np.flatnonzero(np.diff(starts[r : r + n])) + 1).tolist()
-            yield from ((s + a, r + a, b - a) for a, b in zip([0, *new], [*new, n], strict=True) if a < b)
-        return
-    begin = np.zeros_like(rows) if starts is None else np.where(rows < 0, -1, starts[rows])
-    new = (np.flatnonzero((np.diff(rows) != 1) | (np.diff(begin) != 0)) + 1).tolist()
-    yield from (
-        (a, int(rows[a]), b - a) for a, b in zip([0, *new], [*new, len(rows)], strict=True) if a < b and rows[a] >= 0
-    )
-
-
-def _run(b: int, start: int, row: int, size: int, begin: int, end: int, causal: bool, window: int) -> Iterator[Tile]:
-    """The blocks of rows that follow each other in one document."""
-    if not causal:
-        yield Tile(b, start, start + size, begin, end, 0)
-        return
-    near = size if not window else min(max(begin + window - row, 0), size)  # rows that see their document's beginning
-    if near:
-        before, own = min(row, end), min(row + near, end)
-        found = [Tile(b, start, start + near, before, own, 1), Tile(b, start, start + near, begin, before, 0)]
-        yield from (t for t in found if t.first < t.last)
-    for a in range(near, size, window or 1):
-        n, r, s = min(window, size - a), row + a, start + a
-        yield Tile(b, s, s + n, r, r + n, 1)
-        if n < window:
-            yield Tile(b, s, s + n, r + n - window, r, 0)
-        if n > 1:  # the last row sees none of the keys that the first ones still see
-            yield Tile(b, s, s + n - 1, r - window + 1, r + n - window, -1)
-
-
-def work(ids: Any, causal: bool, window: int) -> Any:
-    """How many keys each row sees."""
-    starts, stops = limits_of(ids)
-    if not causal:
-        return stops - starts
-    seen = np.arange(len(ids)) - starts + 1
-    return np.minimum(seen, window) if window else seen
-
-
 # ---------------------------------------------------------------------------------------------- one call
 
 
 def in_blocks(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel whose sums and backward can be had takes these, and is not switched off."""
-    alike = query.dtype in FUSED and query.shape[-1] == value.shape[-1] and torch.backends.cuda.flash_sdp_enabled()
-    return query.device.type == "cpu" and alike and bool(query.shape[-1])
+    """Whether these can be attended block by block; kernels decide how fast."""
+    sizes = bool(query.shape[-1] and value.shape[-1])
+    return sizes and query.dtype.is_floating_point and query.dtype == key.dtype == value.dtype
 
 
 def flat(query: Tensor, key: Tensor, value: Tensor, kept: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,6 +75,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, which
                 query, key, value, mask, 0.0, False, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
             ),
         )  # fmt: skip
+    if runtime.RT.notes is not None:
+        runtime.RT.notes[told(query.shape, key.shape[2], shapes_of(query, value))] = None
     made: Tensor = _Blocks.apply(query, key, value, which, scale)
     return made
 
@@ -230,15 +128,39 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, spans: Sequence[int], rows: Tensor | None, documents: Tensor | None,
     causal: bool, window: int, scale: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if 0 in query.shape:  # kernels divide by these
+        made, sums = _forward_fake(query, key, value)
+        return made.zero_(), sums
+    which, kernel = QueryRows(tuple(spans), rows, documents, causal, window), choose(shapes_of(query, value)).kernel
+    return forward_of(kernel, groups_of(kernel, which, query, key), query, key, value, scale)
+
+
+def groups_of(kernel: Kernel, which: QueryRows, query: Tensor, key: Tensor) -> Sequence[Sequence[Tile]]:
+    """The calls of a kernel: of each the blocks."""
+    most = attention_kernels.block_sizes(*query.shape[:2]) if kernel is PLAIN else None
+    return plan_of(*which, key.shape[2], kernel.at_end, kernel.packed is not None, most)
+
+
+def forward_of(
+    kernel: Kernel, groups: Sequence[Sequence[Tile]], query: Tensor, key: Tensor, value: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Blocks computed and merged."""
     result, sums = _forward_fake(query, key, value)
-    made, begun = torch.zeros_like(result, dtype=sums.dtype), set[tuple[int, int]]()
-    if 0 in query.shape:  # the kernel divides by these
-        return made.to(result.dtype), sums
-    for tile in tiles(QueryRows(tuple(spans), rows, documents, causal, window), key.shape[2]):
+    made, scale = torch.zeros_like(result, dtype=sums.dtype), _scale_of(query, scale)
+    sums.fill_(-math.inf)
+    begun = np.zeros((len(query), query.shape[2]), dtype=bool)
+    for group in groups:
+        tile = group[0]
+        if len(group) > 1 and kernel.packed is not None:
+            run = _Packed(group, query, key)
+            own, own_sums = _called(kernel, kernel.packed, *run.pick(query, key, value), *run.said, scale)
+            made[run.rows[0], :, run.rows[1]] = own.to(made.dtype)
+            sums[run.rows[0], :, run.rows[1]] = own_sums.transpose(0, 1).to(sums.dtype)
+            continue
         b, at, keys = tile.at(len(query))
-        given = _turned(tile, query[b, :, at], key[b, :, keys], value[b, :, keys])
-        own, own_sums = _turned(tile, *KERNEL(*given, 0.0, tile.kind != 0, scale=scale))
-        if (tile.batch, tile.start) in begun:
+        given, fit = _turned(tile, query[b, :, at], key[b, :, keys], value[b, :, keys]), _fitting(kernel, tile)
+        own, own_sums = _turned(tile, *_called(fit, fit.forward, *given, tile.kind != 0, tile.window, scale))
+        if begun[b, at].any():
             before = sums[b, :, at]
             total = torch.logaddexp(before, own_sums)
             made[b, :, at] *= (before - total).exp_().unsqueeze(-1)
@@ -246,13 +168,63 @@ def _forward(
             made[b, :, at] += own
         else:
             made[b, :, at] = own
-            begun.add((tile.batch, tile.start))
+        begun[b, at] = True
         sums[b, :, at] = own_sums
     return made.to(result.dtype), sums
 
 
+def _scale_of(query: Tensor, scale: float | None) -> float:
+    return float(query.shape[-1] ** -0.5) if scale is None else scale
+
+
+def _fitting(kernel: Kernel, tile: Tile) -> Kernel:
+    """The kernel, or PyTorch's own ops for a block of fewer keys than it takes."""
+    return kernel if tile.last - tile.first >= kernel.fewest_keys else PLAIN
+
+
+def _called(kernel: Kernel, function: Callable[..., Any], *given: Any) -> Any:
+    try:
+        return function(*given)
+    except RuntimeError as error:
+        error.add_note(f"attention: {kernel.name} failed. Choose another kernel with torch.nn.attention.sdpa_kernel.")
+        raise
+
+
+class _Packed:
+    """Many runs of rows as one call: where they and their keys are in sequences, and how they follow each other."""
+
+    def __init__(self, group: Sequence[Tile], query: Tensor, key: Tensor) -> None:
+        every = range(len(query))
+        runs = [(b, tile) for tile in group for b in (every if tile.batch < 0 else (tile.batch,))]
+        rows, keys = [t.stop - t.start for _, t in runs], [t.last - t.first for _, t in runs]
+        device = query.device
+
+        def placed(firsts: Sequence[int], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+            counts = torch.tensor(sizes, device=device)
+            which = torch.tensor([b for b, _ in runs], device=device)
+            first = torch.tensor(firsts, device=device) - (counts.cumsum(0) - counts)
+            total = sum(sizes)
+            sequence, shift = (t.repeat_interleave(counts, output_size=total) for t in (which, first))
+            return sequence, torch.arange(total, device=device) + shift
+
+        def ends(sizes: Sequence[int]) -> Tensor:
+            totals = [0]
+            for n in sizes:
+                totals.append(totals[-1] + n)
+            return torch.tensor(totals, dtype=torch.int32, device=device)
+
+        self.rows = placed([t.start for _, t in runs], rows)
+        self.keys = placed([t.first for _, t in runs], keys)
+        self.said = (ends(rows), ends(keys)), (max(rows), max(keys)), group[0].kind != 0, group[0].window
+
+    def pick(self, query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> list[Tensor]:
+        """Rows and keys of these, (rows, heads, elements); of more tensors the rows."""
+        places = (self.rows, self.keys, self.keys, *[self.rows] * len(more))
+        return [t[b, :, at] for t, (b, at) in zip((query, key, value, *more), places, strict=True)]
+
+
 def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    made = query.new_empty(*query.shape[:-1], value.shape[-1])
+    made = query.new_empty((*query.shape[:-1], value.shape[-1]))
     return made, query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
 
 
@@ -260,18 +232,36 @@ def _backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, made: Tensor, sums: Tensor, spans: Sequence[int],
     rows: Tensor | None, documents: Tensor | None, causal: bool, window: int, scale: float | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    given = (query, key, value)
     if 0 in query.shape:
-        return tuple([t.new_zeros(t.shape) for t in given])
+        return tuple([t.new_zeros(t.shape) for t in (query, key, value)])
+    which, kernel = QueryRows(tuple(spans), rows, documents, causal, window), choose(shapes_of(query, value)).kernel
+    return backward_of(kernel, groups_of(kernel, which, query, key), grad, query, key, value, made, sums, scale)
+
+
+def backward_of(
+    kernel: Kernel, groups: Sequence[Sequence[Tile]], grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    made: Tensor, sums: Tensor, scale: float | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The transpose of :func:`forward_of`, from its result and sums."""
+    given, scale = (query, key, value), _scale_of(query, scale)
     found = [t.new_zeros(t.shape, dtype=sums.dtype) for t in given]  # sums over blocks, which are rounded once
-    for tile in tiles(QueryRows(tuple(spans), rows, documents, causal, window), key.shape[2]):
+    for group in groups:
+        tile = group[0]
+        if len(group) > 1 and kernel.packed_backward is not None:
+            run = _Packed(group, query, key)
+            *qkv, g, result, own_sums = run.pick(*given, grad, made, sums.unsqueeze(-1))
+            logs = own_sums.squeeze(-1).transpose(0, 1)
+            parts = _called(kernel, kernel.packed_backward, g, *qkv, result, logs, *run.said, scale)
+            for total, part, (which, places_in) in zip(found, parts, (run.rows, run.keys, run.keys), strict=True):
+                total[which, :, places_in] += part  # blocks of one call share no key
+            continue
         b, at, keys = tile.at(len(query))
-        places = (at, keys, keys)
-        own = KERNEL_BACKWARD(
-            *_turned(
+        places, fit = (at, keys, keys), _fitting(kernel, tile)
+        own = _called(
+            fit, fit.backward, *_turned(
                 tile, grad[b, :, at], *[t[b, :, p] for t, p in zip(given, places, strict=True)], made[b, :, at],
                 sums[b, :, at],
-            ), 0.0, tile.kind != 0, scale=scale,
+            ), tile.kind != 0, tile.window, scale,
         )  # fmt: skip
         for total, part, p in zip(found, _turned(tile, *own), places, strict=True):
             total[b, :, p] += part
@@ -324,7 +314,7 @@ def dense_grads(
 
 _GIVEN = "Tensor query, Tensor key, Tensor value"
 _SAID = "int[] spans, Tensor? rows, Tensor? documents, bool causal, int window, float? scale"
-_FORWARD = operator(f"attention_rows({_GIVEN}, {_SAID}) -> (Tensor, Tensor)", _forward, _forward_fake)
+ROWS = _FORWARD = operator(f"attention_rows({_GIVEN}, {_SAID}) -> (Tensor, Tensor)", _forward, _forward_fake)
 _BACKWARD = operator(
     f"attention_rows_backward(Tensor grad, {_GIVEN}, Tensor made, Tensor sums, {_SAID}) -> (Tensor, Tensor, Tensor)",
     _backward, _backward_fake,

@@ -21,7 +21,8 @@ from ..errors import DesyncError, DispatchError
 from ..operators import internal, kept_whole, operator
 from ..ranks import runtime
 from .attention import by_heads, moved_to_heads, shares
-from .attention_blocks import QueryRows, attend, flat, in_blocks, seen, work
+from .attention_blocks import QueryRows, attend, flat, in_blocks, seen
+from .attention_tiles import work
 from .factor_notation import STRATEGIES, Arg, Local, LocalFn, Rule, composite, notation, rule
 from .head_groups import Attend, Bounds, bounded, in_groups
 from .strategies import Swap
