@@ -24,7 +24,7 @@ def private_ops(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("_foreach_"):
             base = ast.unparse(node.value)
-            if base in ("aten", "torch.ops.aten"):
+            if base in ("aten", "_ATEN", "torch.ops.aten"):
                 yield node.attr
 
 
