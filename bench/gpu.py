@@ -28,6 +28,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import meshwright as mw
+from meshwright.rules.attention_blocks import QueryRows, backward_of, forward_of, groups_of
+from meshwright.rules.attention_kernels import PLAIN, TABLE
 from meshwright.train import TrainConfig
 from meshwright.train.loop import train
 from meshwright.train.model import GPT, Llama, loss_of
@@ -176,6 +178,32 @@ def captured(mesh: mw.Mesh, where: Where, **options: Any) -> Found:
     return _close([float(step(batch)) for _ in range(3)], want)
 
 
+def attended(mesh: mw.Mesh, where: Where) -> Found:
+    """Each kernel of attention that takes this device: the last rows of a sequence, against float64 in own ops."""
+    rows, keys = (24, 64) if where.small else (1024, 4096)
+    lengths = [keys // 2 + 3, 1, keys - keys // 2 - 4]
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    ways: dict[str, tuple[Any, int]] = {"causal": (None, 0), "window": (None, keys // 8), "documents": (ids, 0)}
+    shapes = (2, 4, rows, 64), (2, 2, keys, 64), (2, 2, keys, 64), (2, 4, rows, 64)
+    given = [torch.randn(shape, device=where.device, dtype=torch.float64) for shape in shapes]
+    found: Found = {"passed": True}
+    for kernel in (*(k for k in TABLE if k.device == where.device), PLAIN):
+        dtype = torch.bfloat16 if where.device == "cuda" and kernel is not PLAIN else torch.float32
+        for way, (documents, window) in ways.items():
+            q, k, v, grad = (t.to(dtype) for t in given)
+            which = QueryRows((0, keys - rows, rows), None, documents, True, window)
+            answers = []
+            for by, of in ((PLAIN, torch.float64), (kernel, dtype)):
+                qs, ks, vs = q.to(of), k.to(of), v.to(of)
+                plan = groups_of(by, which, qs, ks)
+                made, sums = forward_of(by, plan, qs, ks, vs, None)
+                answers.append([made, sums, *backward_of(by, plan, grad.to(of), qs, ks, vs, made, sums, None)])
+            off = max(float((a - b).abs().max() / b.abs().max()) for b, a in zip(*answers, strict=True))
+            found[f"{kernel.name}, {way}"] = off
+            found["passed"] = found["passed"] and off < (3e-2 if dtype == torch.bfloat16 else 1e-4)
+    return found
+
+
 Check = Callable[[mw.Mesh, Where], Found]
 BOTH, DATA = {"dp": 2, "tp": 2}, {"dp": 4}
 CHECKS: dict[str, tuple[Sizes, Check]] = {
@@ -190,6 +218,7 @@ CHECKS: dict[str, tuple[Sizes, Check]] = {
     "--verify dp=2,tp=2 --static": (BOTH, partial(trained, dtype="float64", static=True)),
     "--verify dp=2,tp=2 --dtype bfloat16": (BOTH, partial(trained, dtype="bfloat16")),
     "initial values and dropout": (BOTH, drawn),
+    "kernels of attention": ({"cp": 1}, attended),
     "fused AdamW, ZeRO-3": (DATA, fused),
     "stored on the host": (DATA, hosted),
     "stored on the host, ZeRO-3": (DATA, partial(hosted, fsdp="dp")),
@@ -348,6 +377,7 @@ FIRST = (  # the most telling, in case the time is short; the others follow in t
     "Meshwright, captured",
     "captured step",
     "initial values and dropout",
+    "kernels of attention",
     "overlapped reductions on a stream",
     "--verify dp=2,tp=2 --static",
     "--verify dp=4 --fsdp dp --accumulate 4",
