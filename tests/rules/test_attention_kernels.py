@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -252,6 +253,37 @@ def test_a_window_is_one_call_of_flash_attention() -> None:
 # ---------------------------------------------------------------------------------------------- fake tensors
 
 
+def indexed(t: Tensor, at: Any) -> Tensor | None:
+    """A view for slices; None for tensors among them."""
+    for dim, one in enumerate(at):
+        if not isinstance(one, slice):
+            return None
+        start, stop, _ = one.indices(t.shape[dim])
+        t = t.narrow(dim, start, stop - start)
+    return t
+
+
+class Indexing(TorchFunctionMode):
+    """Indexing of fake CUDA tensors, for which Python asks CUDA itself."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.contiguous and args[0].device.type == "cuda":
+            return args[0] if args[0].is_contiguous() else args[0].clone(memory_format=torch.contiguous_format)
+        if func not in (Tensor.__getitem__, Tensor.__setitem__) or args[0].device.type != "cuda":
+            return func(*args, **(kwargs or {}))
+        t, at, *value = args
+        at = at if isinstance(at, tuple) else (at,)
+        if at[0] is Ellipsis:
+            at = (*[slice(None)] * (t.ndim - len(at) + 1), *at[1:])
+        view = indexed(t, at)
+        which = [None if isinstance(one, slice) else one for one in at]
+        if value and view is not None:
+            return torch.ops.aten.copy_(view, value[0])
+        if value:
+            return torch.ops.aten.index_put_(t, which, value[0])
+        return torch.ops.aten.index(t, which) if view is None else view
+
+
 class Allocated(TorchDispatchMode):
     """Elements of the largest tensor that ops make, and the bytes of all that live at once."""
 
@@ -309,7 +341,7 @@ def test_chosen_for_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     ids = None if lengths is None else ids_of(*lengths)[None]
     packed = chosen.kernel.packed is not None
     calls = plan_of((0, keys - rows, rows), None, ids, True, window, keys, chosen.kernel.at_end, packed, most)
-    with FakeTensorMode(), Allocated() as seen:
+    with FakeTensorMode(), Allocated() as seen, Indexing():
         shapes = (1, heads, rows, d), (1, groups, keys, d), (1, groups, keys, e)
         q, k, v = (torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes)
         given = seen.now()
