@@ -335,7 +335,7 @@ def test_chosen_for_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     if off:
         row = dataclasses.replace(table.FLASH, enabled=lambda: False)
         monkeypatch.setattr(table, "TABLE", [row, table.CUDNN, table.EFFICIENT])
-    chosen = table.choose(table.Shapes("cuda", dtype, 1, heads, d, e))
+    chosen = table.choose(table.HeadSizes("cuda", dtype, 1, heads, d, e))
     assert chosen.kernel.name == want
     most = table.block_sizes(1, heads) if chosen.kernel is table.PLAIN else None
     ids = None if lengths is None else ids_of(*lengths)[None]
@@ -368,7 +368,7 @@ def test_why_a_kernel_is_chosen() -> None:
 
     want = "attention of [1, 3, 4, 4] by 8 keys in float32 on cpu: flash attention of the CPU"
     assert mw.simulate(run, mesh)[0] == ((want,), True)
-    told = str(table.choose(table.Shapes("cuda", torch.float64, 1, 2, 64, 64)))
+    told = str(table.choose(table.HeadSizes("cuda", torch.float64, 1, 2, 64, 64)))
     assert told.startswith("PyTorch's own ops, in blocks of at most 16777216 scores; flash attention takes float16, ")
     assert "memory-efficient attention takes float32, float16, bfloat16, not float64" in told
 

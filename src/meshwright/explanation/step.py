@@ -19,7 +19,7 @@ from ..ranks import runtime
 from ..resharding.copies import TO_DEVICE, TO_HOST
 from ..resharding.record import Record
 from ..rules.attention_blocks import ROWS
-from ..rules.attention_kernels import Shapes, told
+from ..rules.attention_kernels import HeadSizes, told
 from .entries import Collective, Laid
 from .explanation import Explanation
 from .memory import memory_of
@@ -87,7 +87,7 @@ def _attention(program: Program) -> Iterator[str]:
             if node.op == "call_function" and node.target is ROWS.default:
                 query, key, value = (checked_value(n) for n in node.args[:3])
                 (b, h, _, size), device = query.shape, program.mesh.device
-                yield told(query.shape, key.shape[2], Shapes(device, query.dtype, b, h, size, value.shape[3]))
+                yield told(query.shape, key.shape[2], HeadSizes(device, query.dtype, b, h, size, value.shape[3]))
 
 
 def _scheduled(program: Program, how: Staging) -> Iterator[str]:

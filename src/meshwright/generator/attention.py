@@ -21,7 +21,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...]]  # global shape of the weights, 
 MOST_SCORES = 1 << 24  # of a block of rows, over all sequences and heads: 64 MiB in float32
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """What a call says beside its tensors.
 
     Attributes:
@@ -47,7 +47,9 @@ class Call(NamedTuple):
         )
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor | None, call: Call) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor | None, call: AttentionCall
+) -> Tensor:
     """Attention of tensors with equal leading dims, all rows at once, of ops that can be differentiated."""
     weights = _weights(query, key, mask, call)
     if seed is not None:
@@ -56,7 +58,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed:
 
 
 def attend_in_rows(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor | None, call: Call
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor | None, call: AttentionCall
 ) -> Tensor:
     """The same, some rows at a time."""
     lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
@@ -72,7 +74,7 @@ def fits(query: Tensor, key: Tensor) -> bool:
     return math.prod(map(max, pairs)) * query.shape[-2] * key.shape[-2] <= MOST_SCORES
 
 
-def _weights(query: Tensor, key: Tensor, mask: Tensor | None, call: Call) -> Tensor:
+def _weights(query: Tensor, key: Tensor, mask: Tensor | None, call: AttentionCall) -> Tensor:
     scores = query @ key.transpose(-2, -1) * call.scale
     if call.causal is not None:
         ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device)
@@ -85,7 +87,13 @@ def _weights(query: Tensor, key: Tensor, mask: Tensor | None, call: Call) -> Ten
 class _InRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor | None, call: Call
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        seed: Tensor | None,
+        call: AttentionCall,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, mask, seed)
         ctx.call = call
@@ -106,7 +114,9 @@ class _InRows(torch.autograd.Function):
         return *grads, of_mask if ctx.needs_input_grad[3] else None, None, None
 
 
-def _blocks(query: Tensor, mask: Tensor | None, keys: int, call: Call) -> Iterator[tuple[slice, Tensor | None, Call]]:
+def _blocks(
+    query: Tensor, mask: Tensor | None, keys: int, call: AttentionCall
+) -> Iterator[tuple[slice, Tensor | None, AttentionCall]]:
     """Rows, their part of the mask, and what the call is for them."""
     shape, offset = call.at
     step = max(MOST_SCORES // max(query.shape[:-2].numel() * keys, 1), 1)
@@ -116,8 +126,8 @@ def _blocks(query: Tensor, mask: Tensor | None, keys: int, call: Call) -> Iterat
         yield slice(a, a + step), own, call._replace(at=place, causal=None if call.causal is None else call.causal + a)
 
 
-def _call(shape: list[int], offset: list[int], dropout_p: float, causal: int, scale: float) -> Call:
-    return Call((tuple(shape), tuple(offset)), dropout_p, None if causal < 0 else causal, scale)
+def _call(shape: list[int], offset: list[int], dropout_p: float, causal: int, scale: float) -> AttentionCall:
+    return AttentionCall((tuple(shape), tuple(offset)), dropout_p, None if causal < 0 else causal, scale)
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor | None, *said: Any) -> Tensor:
@@ -177,4 +187,4 @@ _BACKWARD = operator(
     _backward, _backward_fake,
 )  # fmt: skip
 
-__all__ = ["MOST_SCORES", "Call", "Place", "attend", "attend_in_rows", "fits"]
+__all__ = ["MOST_SCORES", "AttentionCall", "Place", "attend", "attend_in_rows", "fits"]

@@ -117,7 +117,7 @@ def attention(
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     size = (query.shape[-1] or math.nan) ** -0.5 if scale is None else scale
     seed = counter.draw_seed() if dropout_p > 0.0 else None
-    call = rows.Call(at, dropout_p, first if is_causal else None, size)
+    call = rows.AttentionCall(at, dropout_p, first if is_causal else None, size)
     run = rows.attend if rows.fits(query, key) else rows.attend_in_rows
     return run(query, key, value, attn_mask, seed, call)
 

@@ -21,7 +21,7 @@ from ..layout import Shard
 from ..ranks import runtime
 from . import attention_blocks as blocks
 from .attention_blocks import QueryRows, flat, in_blocks
-from .attention_kernels import TABLE, Shapes
+from .attention_kernels import TABLE, HeadSizes
 from .dims import aligned
 from .factor_notation import BOUNDED, STRATEGIES, TAKEN_WHERE, Arg, Local, LocalFn, Rule, Wish, notation, rule
 from .head_groups import Attend, Bounds, bounded, in_groups, sequence_axes
@@ -193,7 +193,7 @@ def both(seen: Tensor, mask: Tensor) -> Tensor:
 
 def computed_by_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> bool:
     """Whether PyTorch computes these by a kernel, and not from all scores at once."""
-    given = Shapes(query.device.type, query.dtype, 1, 1, query.shape[-1], value.shape[-1])
+    given = HeadSizes(query.device.type, query.dtype, 1, 1, query.shape[-1], value.shape[-1])
     which = [k for k in TABLE if k.device == given.device and not any(k.refusals(given))]
     if mask is not None:
         which = [k for k in which if k.masked and not (mask.requires_grad and k.device == "cpu")]

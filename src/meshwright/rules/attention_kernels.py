@@ -25,7 +25,7 @@ _MOST_KEYS = 1024  # of such a block
 _MOST_GRID = 65535  # sequences, and heads, of a GPU kernel: how large the second and third dim of a grid may be
 
 
-class Shapes(NamedTuple):
+class HeadSizes(NamedTuple):
     """What the choice of a kernel depends on; of one call, or of a node of a program."""
 
     device: str
@@ -72,7 +72,7 @@ class Kernel:
     packed: Callable[..., tuple[Tensor, Tensor]] | None = None
     packed_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
 
-    def refusals(self, given: Shapes) -> Iterator[str]:
+    def refusals(self, given: HeadSizes) -> Iterator[str]:
         """Why it does not take these, in words."""
         if given.dtype not in self.dtypes:
             yield f"takes {', '.join(map(dtype_name, self.dtypes))}, not {dtype_name(given.dtype)}"
@@ -84,7 +84,7 @@ class Kernel:
         if self.device == "cuda":
             yield from self._gpu_refusals(given, size)
 
-    def _gpu_refusals(self, given: Shapes, size: int) -> Iterator[str]:
+    def _gpu_refusals(self, given: HeadSizes, size: int) -> Iterator[str]:
         has, (least, most) = capability(), self.capability
         if torch.version.hip:
             yield "was not tried on ROCm"
@@ -174,7 +174,7 @@ PLAIN = Kernel("PyTorch's own ops", "", (), None, lambda: True, _plain, _plain_b
 TABLE = [CPU, FLASH, CUDNN, EFFICIENT]
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """The kernel that is taken, and why others are not."""
 
     kernel: Kernel
@@ -187,7 +187,7 @@ class Choice(NamedTuple):
         return f"{name}{''.join(f'; {why}' for why in self.refused)}"
 
 
-def choose(given: Shapes) -> Choice:
+def choose(given: HeadSizes) -> KernelChoice:
     """The first kernel of the table that takes these; else PyTorch's own ops."""
     refused: list[str] = []
     for kernel in TABLE:
@@ -195,21 +195,21 @@ def choose(given: Shapes) -> Choice:
             continue
         why = ", ".join(kernel.refusals(given))
         if not why:
-            return Choice(kernel, tuple(refused))
+            return KernelChoice(kernel, tuple(refused))
         refused.append(f"{kernel.name} {why}")
-    return Choice(PLAIN, tuple(refused) or (f"no kernel of {given.device} gives the sums of its rows",))
+    return KernelChoice(PLAIN, tuple(refused) or (f"no kernel of {given.device} gives the sums of its rows",))
 
 
-def told(query: Sequence[int], keys: int, given: Shapes) -> str:
+def told(query: Sequence[int], keys: int, given: HeadSizes) -> str:
     """A call and its kernel, for ``explain``."""
     shown = f"attention of {list(query)} by {keys} keys in {dtype_name(given.dtype)}"
     return f"{shown} on {given.device}: {choose(given)}"
 
 
-def shapes_of(query: Tensor, value: Tensor) -> Shapes:
+def shapes_of(query: Tensor, value: Tensor) -> HeadSizes:
     """Of a call with tensors of four dims."""
     b, h, _, size = query.shape
-    return Shapes(query.device.type, query.dtype, b, h, size, value.shape[3])
+    return HeadSizes(query.device.type, query.dtype, b, h, size, value.shape[3])
 
 
 def block_sizes(sequences: int, heads: int) -> tuple[int, int]:
@@ -219,4 +219,4 @@ def block_sizes(sequences: int, heads: int) -> tuple[int, int]:
     return max(most // keys, 1), keys
 
 
-__all__ = ["PLAIN", "TABLE", "Choice", "Kernel", "Shapes", "block_sizes", "choose", "shapes_of", "told"]
+__all__ = ["PLAIN", "TABLE", "HeadSizes", "Kernel", "KernelChoice", "block_sizes", "choose", "shapes_of", "told"]
