@@ -83,6 +83,19 @@ RIGHT: dict[str, Loss] = {
         total(m, b) / kept(b).sum().clamp(min=1) + 0.1 * m.up.weight.square().mean()
     ),
     "smoothed": lambda m, b: F.cross_entropy(*flat(m, b), label_smoothing=0.1),
+    # One row for all rows, as models have positions, class tokens and queries.
+    "repeated bias": lambda m, b: F.cross_entropy(
+        (m(b["x"]) + m.down.bias.expand(len(b["x"]), 3, 5)).flatten(0, 1), b["y"].flatten()
+    ),
+    "repeated positions": lambda m, b: F.cross_entropy(
+        m(b["x"] + F.embedding(torch.arange(3).expand(len(b["x"]), -1), m.up.weight)).flatten(0, 1), b["y"].flatten()
+    ),
+    "a token in front": lambda m, b: (
+        m(torch.cat([m.up.bias[:4].expand(len(b["x"]), 1, -1), b["x"]], 1))[:, 0].square().mean()
+    ),
+    "repeated queries": lambda m, b: (
+        F.scaled_dot_product_attention(m.up.weight.repeat(len(b["x"]), 1, 1).tanh(), b["x"], b["x"]).square().mean()
+    ),
 }
 
 
@@ -151,6 +164,8 @@ MIXED: dict[str, Loss] = {
     "a sum beside each": lambda m, b: (squares(m, b) + squares(m, b).sum()).sum(),
     "a penalty for each row": lambda m, b: squares(m, b).mean() + m.share.expand(len(b["x"])).square().sum(),
     "a sum and a penalty": lambda m, b: squares(m, b).sum() + m.share.square(),
+    "a penalty repeated": lambda m, b: squares(m, b).mean() + m.up.weight.repeat(len(b["x"]), 1, 1).square().sum(),
+    "a mean beside each": lambda m, b: (m(b["x"]) + squares(m, b).mean().expand(len(b["x"]), 3, 5)).square().mean(),
     "ones by rows": lambda m, b: squares(m, b).sum() / (torch.ones(len(b["x"])).sum() + 1),
 }
 

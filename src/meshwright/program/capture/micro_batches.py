@@ -32,7 +32,7 @@ from ..ir.loss_weight import LossWeight, Weighing, value_at
 from ..ir.nodes import ancestors, draws, info_of, reduces, target_name
 from ..ir.trace import Recorder
 from .export import Captured
-from .interpret import Interpreter
+from .interpret import Interpreter, spec_at
 from .loss_sums import Found, as_sums
 from .loss_terms import LossTerms, MicroBatch, Mixed, Term, constant, draws_numbers, is_whole_number, pairs_of
 from .row_numbers import Compared, Refused, compared_sizes
@@ -111,9 +111,10 @@ def _along(batch: Mapping[str, Tensor], dim: int) -> Dims:
 class _Following(Interpreter):
     """Notes which recorded node is the value of which captured one, and what it was given."""
 
-    def __init__(self, recorder: Recorder, by_row: frozenset[str]) -> None:
+    def __init__(self, recorder: Recorder, compared: Compared, mesh: Mesh) -> None:
         super().__init__(recorder, {}, {}, lambda t: t)
-        self.by_row = by_row
+        self.mesh = mesh
+        self.by_row, self.repeated = compared.by_row, compared.repeated
         self.names: dict[fx.Node, str] = {}
         self.given: dict[str, tuple[tuple[fx.Node, bool], ...]] = {}
         self.differentiated: dict[tuple[str, fx.Node], bool] = {}
@@ -124,10 +125,23 @@ class _Following(Interpreter):
         rows = dict(zip([n for n, _ in at], [n.name in self.by_row for n in node.all_input_nodes], strict=False))
         self.given[node.name] = tuple(rows.items())
         self.differentiated.update({(node.name, n): requires for n, requires in at})
-        made = super()._node(node, args, kwargs)
+        one = args[0] if node.name in self.repeated else None
+        if isinstance(one, Tensor) and ((spec := spec_at(one)) is None or spec.layout.is_replicated()):
+            made = self._repeated(node, one, list(args[1]))
+        else:
+            made = super()._node(node, args, kwargs)
         if isinstance(made, Tensor) and "_node" in made.__dict__:
             self.names.setdefault(self.recorder.node_of(made), node.name)
         return made
+
+
+    def _repeated(self, node: fx.Node, x: Tensor, sizes: list[int]) -> Tensor:
+        """One row for each of this micro-batch's: a part of what would be there for all, made at once."""
+        shape, d = node.meta["val"].shape, self.repeated[node.name]
+        sizes[d] = shape[d] // 2
+        made: Tensor = self.calls.call(node.target, (x, sizes), {})
+        layout = Layout(self.mesh, [Shard(d)], ndim=len(shape))
+        return tell(made.view_as(made), Spec(shape, made.dtype, layout, undecided=self.mesh.everywhere))
 
 
 def recorded(captured: Captured, compared: Compared, dims: Dims, numbers_add: bool, place: int) -> MicroBatch:
@@ -142,7 +156,7 @@ def recorded(captured: Captured, compared: Compared, dims: Dims, numbers_add: bo
     recorder, held, made = Recorder(merge=False), dict[int, Tensor](), dict[str, Tensor]()
     batch, constants = set[fx.Node](), dict[fx.Node, Tensor]()
     with runtime.preferring({}, 0), collective.as_rank(mesh, place), captured.mode, recorder, torch.enable_grad():
-        following = _Following(recorder, compared.by_row)
+        following = _Following(recorder, compared, mesh)
         for source in captured.sources:
             fake, d = source.fake, dims.get(source.node)
             placement: Any = Replicate() if d is None else Shard(d)

@@ -10,6 +10,7 @@ import torch
 import torch.fx as fx
 
 from ...errors import PassError
+from ...tensor.graph_marks import GRAD
 from ..ir.nodes import ancestors, target_name
 from .export import Captured
 from .loss_terms import constant, pairs_of
@@ -33,11 +34,13 @@ class Compared:
         degrees: captured node that multiplies with a number to the power of how many rows there are that this is.
         by_row: captured nodes whose values have a dim of rows.
         row_counts: captured nodes that give how many rows there are, whatever the batch, to that number.
+        repeated: captured nodes that repeat one row for all rows, to the dim of the rows.
     """
 
     degrees: dict[str, int]
     by_row: frozenset[str]
     row_counts: dict[str, float]
+    repeated: dict[str, int]
 
 
 def compared_sizes(one: Captured, two: Captured, refused: Refused) -> Compared:
@@ -57,6 +60,7 @@ def compared_sizes(one: Captured, two: Captured, refused: Refused) -> Compared:
     degrees: dict[str, int] = {}
     by_row: set[str] = set()
     row_counts: dict[str, float] = {}
+    repeated: dict[str, int] = {}
     varies: set[fx.Node] = set()
     values = {s.node: s.value for s in one.sources if s.value is not None}
     for s in two.sources:
@@ -68,6 +72,8 @@ def compared_sizes(one: Captured, two: Captured, refused: Refused) -> Compared:
             varies.add(b)
         if _grew(a, b, b in needed, refused):
             by_row.add(b.name)
+            if (dim := _repeated_dim(a, b)) is not None and inputs[0].name not in by_row:
+                repeated[b.name] = dim
         if b.op != "call_function" or b not in needed:
             continue
         if (degree := _degree(a, b, place, refused)) is not None:
@@ -76,7 +82,9 @@ def compared_sizes(one: Captured, two: Captured, refused: Refused) -> Compared:
             rows = _row_count(a, b, {s.node: s.value for s in two.sources}, values, refused)
             row_counts.update({} if rows is None else {b.name: rows})
     by_row |= {n.name for n in two.graph.nodes if _laid_out(n).name in by_row}
-    return Compared(degrees, frozenset(by_row), row_counts)
+    if any(n.target is GRAD.default for n in theirs):  # gradients in the loss are typed by what autograd went through
+        repeated = {}
+    return Compared(degrees, frozenset(by_row), row_counts, repeated)
 
 
 def _laid_out(node: fx.Node) -> fx.Node:
@@ -101,6 +109,16 @@ def _grew(a: fx.Node, b: fx.Node, needed: bool, refused: Refused) -> bool:
             raise refused(b, f"a value has shape {tuple(x.shape)}, and {tuple(y.shape)} for twice as many rows")
         grew = grew or x.shape != y.shape
     return grew
+
+
+def _repeated_dim(a: fx.Node, b: fx.Node) -> int | None:
+    """The dim of rows that a node makes of one row, as ``expand`` and ``repeat`` do; None of others."""
+    if b.target not in (aten.expand.default, aten.repeat.default):
+        return None
+    x, made, of_one = (n.meta["val"] for n in (b.args[0], b, a))
+    (dim, *more) = (d for d in range(made.ndim) if made.shape[d] != of_one.shape[d])
+    before = dim - (made.ndim - x.ndim)
+    return dim if not more and (before < 0 or x.shape[before] == 1) else None
 
 
 def _check_constant(x: Tensor, y: Tensor, node: fx.Node, needed: set[fx.Node], refused: Refused) -> None:

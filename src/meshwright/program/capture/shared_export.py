@@ -142,13 +142,17 @@ def _open(value: Any) -> tuple[Any, list[Any]]:
         return ("set", kind), sorted(value, key=repr)
     if isinstance(value, nn.Module):
         named = vars(value).items()
-        return ("module", kind), [x for k, v in named for x in (k, list(v.values()) if k.endswith(_NUMBERED) else v)]
+        return ("module", kind), [x for k, v in named for x in (k, _without_serials(k, v))]
     if dataclasses.is_dataclass(kind) and kind.__module__.startswith("meshwright"):
         return ("record", kind), [getattr(value, f.name) for f in dataclasses.fields(value)]
     own = kind.__module__.partition(".")[0] not in _OPAQUE and not isinstance(value, type)
     if own and hasattr(value, "__dict__") and not any("__slots__" in vars(k) for k in kind.__mro__):
         return ("object", kind), [vars(value)]
     return _Same(value), []
+
+
+def _without_serials(name: str, value: Any) -> Any:
+    return list(value.values()) if name.endswith(_NUMBERED) and isinstance(value, dict) else value
 
 
 def _content(cell: types.CellType) -> Any:
