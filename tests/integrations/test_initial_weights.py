@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,3 +166,20 @@ def test_keys_that_files_lack_are_initialised_by_from_pretrained(tmp_path: Path)
         assert seen_by(model, "classifier.bias") == 0.0
 
     mw.simulate(run, DP)
+
+
+FIRST = """
+import sys, torch, transformers, meshwright as mw
+mw.Mesh({"dp": 2})
+config = transformers.LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=1)
+model = transformers.LlamaForCausalLM(config)
+model.save_pretrained(sys.argv[1])
+again = transformers.LlamaForCausalLM.from_pretrained(sys.argv[1])
+assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq), again.model.rotary_emb.inv_freq
+"""
+
+
+def test_the_first_from_pretrained_of_a_process_fills_its_buffers(tmp_path: Path) -> None:
+    """A mesh may be there before the library's models are imported."""
+    done = subprocess.run([sys.executable, "-c", FIRST, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

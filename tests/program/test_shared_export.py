@@ -65,6 +65,12 @@ def test_ranks_with_equal_steps_export_once(exports: list[int], monkeypatch: pyt
     assert exports == [0, 0, 1]
 
 
+def test_lists_that_are_called_like_hooks_are_no_hooks(exports: list[int]) -> None:
+    """Such as ``_require_grads_hooks`` of Transformers."""
+    mw.simulate(lambda: train(lambda m: setattr(m, "own_hooks", [1])), MESH)
+    assert len(exports) == 1
+
+
 def test_each_rank_may_export_for_itself(exports: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """As real processes do."""
     monkeypatch.setattr(shared_export, "is_shared", lambda: False)

@@ -614,3 +614,38 @@ def test_a_second_backward_adds_to_gradients_of_uses_inside_and_outside_of_the_m
     for options in ({}, {"fsdp": "dp"}, {"bucket_bytes": 1}):
         for made in mw.simulate(lambda o=options: gradients(DP, offload="cpu", **o), DP):
             torch.testing.assert_close(made, want)
+
+
+class _InFront(nn.Module):
+    """A token in front of each row, and positions that are added: gradients that are parts of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.positions = nn.Parameter(torch.ones(1, 1, 4)), nn.Parameter(torch.ones(1, 3, 4))
+        self.other, self.out = nn.Parameter(torch.ones(1, 3, 4)), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+        made: torch.Tensor = self.out((rows + self.positions + self.other).tanh())
+        return made
+
+
+@pytest.mark.parametrize("options", [{"offload": "cpu"}, {"offload": "cpu", "fsdp": "dp"}, {}], ids=str)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_gradients_share_no_memory(rows: int, options: dict[str, Any]) -> None:
+    """Clipping scales each once, though autograd hands several of them the same memory."""
+    x = torch.arange(2.0 * 2 * 4).view(2, 2, 4)[:rows] / 8
+
+    def run(mesh: mw.Mesh | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, given = _InFront(), x
+        if mesh is not None:
+            mw.shard_module(model, mesh, **options)
+            given = split(x, mesh)
+        model(given).square().sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        return [mw.unshard(p.grad) for p in model.parameters() if p.grad is not None]
+
+    for got in mw.simulate(lambda: run(DP), DP):
+        for a, b in zip(got, run(None), strict=True):
+            torch.testing.assert_close(a, b)

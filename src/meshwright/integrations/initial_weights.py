@@ -8,6 +8,7 @@ device, too, and fills them itself: it is left alone.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
@@ -92,4 +93,12 @@ def _loaded_init(original: Callable[..., Any], name: str) -> Any:
     return classmethod(functools.wraps(original)(get_init_context))
 
 
-register(LibraryInitialisation(_is_model, _initialise))
+def _loads() -> bool:
+    """Whether ``from_pretrained`` is among the callers."""
+    code, frame = _models.PreTrainedModel.from_pretrained.__func__.__code__, sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+register(LibraryInitialisation(_is_model, _initialise, _loads))

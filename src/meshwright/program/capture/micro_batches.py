@@ -134,7 +134,6 @@ class _Following(Interpreter):
             self.names.setdefault(self.recorder.node_of(made), node.name)
         return made
 
-
     def _repeated(self, node: fx.Node, x: Tensor, sizes: list[int]) -> Tensor:
         """One row for each of this micro-batch's: a part of what would be there for all, made at once."""
         shape, d = node.meta["val"].shape, self.repeated[node.name]

@@ -33,6 +33,7 @@ _LOOSE = 256  # roundings of the narrowest dtype that losses may differ by
 _SMALL = 1e-3  # singular values of gradients that tell micro-batches from each other are above this
 _LEFT = 100.0  # times what the closest gradient leaves: others are not asked for weights
 _WEIGHTS = 1e-3  # that weights may differ by
+_FLOOR = 1e-9  # of losses: weights are known no better, as they follow from gradients
 
 
 @dataclass
@@ -191,6 +192,7 @@ class MergedProof:
     def _weigh(self, mesh: Any, weights: list[float], outcome: Outcome) -> None:
         """Compare the weights of micro-batches with the loss of the whole batch."""
         losses = [m.loss for m in self._micros]
+        idle = self._without_gradients(mesh)
         alike = [sum(weights) / len(weights)] * len(weights)
         even = max(abs(a - b) for a, b in zip(weights, alike, strict=True)) < _WEIGHTS * max(1.0, abs(alike[0]))
         text = ""
@@ -205,18 +207,24 @@ class MergedProof:
             whole = None if self.whole is None else whole_loss(self.whole, micros, plain, ready.carrier)
             if whole is None:
                 outcome.note = "weights of micro-batches were not compared with the whole batch"
-                right = even or abs(sum(weights) - 1) < _WEIGHTS
+                right = even or any(idle) or abs(sum(weights) - 1) < _WEIGHTS
                 text = "" if right else "they add up neither to 1 nor to the number of micro-batches"
             else:
                 total = sum(w * x for w, x in zip(weights, losses, strict=True) if x is not None and w)
                 size = max(abs(x) for x in (*losses, whole) if x is not None)
-                limit = _LOOSE * _eps(plain) * size
+                limit = max(_LOOSE * _eps(plain), _FLOOR) * size
                 plainly = even and abs(sum(losses) - whole) <= limit * len(losses)  # type: ignore[arg-type]
-                if abs(total - whole) > limit and not plainly:
+                unknown = any(i and x for i, x in zip(idle, losses, strict=True))
+                if abs(total - whole) > limit and not plainly and not unknown:
                     text = f"the loss of the whole batch is {whole:.6g}, that sum of their losses {total:.6g}"
         listed = ", ".join(f"{w:.4g}" for w in weights)
         words = f"they are {listed}; {text}"
         self._raise(mesh, [Discrepancy(runtime.RT.rank, "the weights of micro-batches", words, 1.0)] if text else [])
+
+    def _without_gradients(self, mesh: Any) -> list[bool]:
+        """Of each micro-batch, whether all gradients are zero on all ranks: then nobody sees how much it counts."""
+        mine = [not any(s.norm for n, s in m.sketches.items() if n.startswith(GRADIENT)) for m in self._micros]
+        return [all(of) for of in zip(*collective.all_gather_object(mine, collective.group(mesh), WHAT), strict=True)]
 
     def _by_hand(self) -> bool:
         return all(o.spec is None for _, p in self._plains.values() for o in p.outputs)

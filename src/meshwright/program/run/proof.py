@@ -32,6 +32,7 @@ Tensor = torch.Tensor
 
 SEED = 1.3  # what the backward starts from where rounding is measured: no power of two
 _ULPS = 16  # a difference of so many roundings of a gradient's dtype is not looked into
+_FEW = 128, 1e-5  # nor are so many of a precise dtype, up to this: sums of many micro-batches come in another order
 _NOISE = 8.0  # times what rounding was measured to be
 WHAT = "the comparison of passes"  # that ranks do together
 TRIES = 3  # calls that are compared where values are not finite
@@ -342,7 +343,7 @@ def _difference(
     norm, distance = max(want.norm, got.norm, want.terms), want.distance(got)
     eps = max(torch.finfo(s.dtype).eps if s.dtype.is_floating_point or s.dtype.is_complex else 0.0 for s in (want, got))
     size = distance / norm if norm else 0.0
-    limit = _ULPS * eps * norm + _NOISE * moved
+    limit = max(_ULPS * eps, min(_FEW[0] * eps, _FEW[1])) * norm + _NOISE * moved
     if distance <= limit:
         return "", size
     return f"by {size:.2g} of its norm, {limit / norm:.2g} would be rounding", size

@@ -24,10 +24,12 @@ class LibraryInitialisation:
     Attributes:
         applies: whether a module is a model of the library.
         run: initialises those tensors of a model, by identity, and no others.
+        loads: whether the library is making a model now whose tensors it fills from files.
     """
 
     applies: Callable[[nn.Module], bool]
     run: Callable[[nn.Module, Set[int]], None]
+    loads: Callable[[], bool]
 
 
 _REGISTERED: list[LibraryInitialisation] = []
@@ -38,14 +40,21 @@ def register(initialisation: LibraryInitialisation) -> None:
     _REGISTERED.append(initialisation)
 
 
-def import_integrations() -> None:
-    """Import what knows the libraries that have been imported."""
+def import_integrations() -> bool:
+    """Import what knows the libraries that have been imported; whether one was."""
+    before = len(_REGISTERED)
     for library, integration in list(_MODULES.items()):
         module = sys.modules.get(library)
         if module is None or getattr(module.__spec__, "_initializing", False):
             continue
         _MODULES.pop(library, None)
         importlib.import_module(integration)
+    return len(_REGISTERED) > before
+
+
+def is_loading() -> bool:
+    """Whether a library is making a model now that it fills from files: what it calls was not replaced in time."""
+    return any(i.loads() for i in _REGISTERED)
 
 
 def initialisation_of(module: nn.Module) -> LibraryInitialisation | None:
@@ -54,4 +63,4 @@ def initialisation_of(module: nn.Module) -> LibraryInitialisation | None:
     return next((i for i in _REGISTERED if i.applies(module)), None)
 
 
-__all__ = ["LibraryInitialisation", "import_integrations", "initialisation_of", "register"]
+__all__ = ["LibraryInitialisation", "import_integrations", "initialisation_of", "is_loading", "register"]

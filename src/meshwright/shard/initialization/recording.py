@@ -293,8 +293,11 @@ def _recording(original: Any, name: str) -> Any:
         if any(t not in _KINDS for t in types):
             return original(self, func, types, args, kwargs)
         with unrecorded():
-            libraries.import_integrations()
+            if libraries.import_integrations() and libraries.is_loading():
+                _outermost(self).__dict__["_recording"] = None  # it fills the model itself
         into = _recording_of(self)
+        if into is None:
+            return original(self, func, types, args, kwargs)
         if func == _IS_META:
             _note_skipped(into, args[0], sys._getframe(1))
             return original(self, func, types, args, kwargs)
@@ -329,12 +332,16 @@ def recording_now() -> Recording | None:
     return next((r.current() for r in found if isinstance(r, Recording)), None)
 
 
-def _recording_of(context: Any) -> Recording:
-    """The recording of the outermost ``torch.device("meta")`` around a call."""
-    modes = compat.get_current_function_mode_stack()
-    outer = next((m for m in modes if type(m) is type(context) and m.device.type == "meta"), context)
-    made: Recording = outer.__dict__.setdefault("_recording", Recording())
+def _recording_of(context: Any) -> Recording | None:
+    """The recording of the outermost ``torch.device("meta")`` around a call; None where nothing is recorded."""
+    made: Recording | None = _outermost(context).__dict__.setdefault("_recording", Recording())
     return made
+
+
+def _outermost(context: Any) -> Any:
+    """The outermost ``torch.device("meta")`` around a call."""
+    modes = compat.get_current_function_mode_stack()
+    return next((m for m in modes if type(m) is type(context) and m.device.type == "meta"), context)
 
 
 def _note_skipped(into: Recording, t: Tensor, frame: Any) -> None:

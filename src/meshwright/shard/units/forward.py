@@ -261,7 +261,9 @@ class _Gather(torch.autograd.Function):
                 target = p._spec.decided().grad()
                 with disabled():
                     made = executor.apply(plan_conversion(spec, target.with_(dtype=g.dtype)).steps, g)
-                    back[i] = home(p, made)
+                    # Others may hold that memory, which autograd cannot see: two that are added get one gradient.
+                    made = home(p, made)
+                    back[i] = made.clone() if _shares(made, grads[i]) else made
                 g = None
             if whole:
                 continue
@@ -274,6 +276,11 @@ class _Gather(torch.autograd.Function):
             if not any(_to_come(node, backward.ran) for node in unit.zero.uses[id(p)]):
                 backward.complete(p)
         return (None, None, None, None, *back)
+
+
+def _shares(a: Tensor, b: Tensor | None) -> bool:
+    """Whether two local tensors are in one storage."""
+    return b is not None and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def _to_come(node: Any, ran: set[Any]) -> bool:
