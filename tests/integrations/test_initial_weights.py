@@ -171,7 +171,7 @@ def test_keys_that_files_lack_are_initialised_by_from_pretrained(tmp_path: Path)
 FIRST = """
 import sys, torch, transformers, meshwright as mw
 mw.Mesh({"dp": 2})
-config = transformers.LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=1)
+config = transformers.LlamaConfig(vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
 model = transformers.LlamaForCausalLM(config)
 model.save_pretrained(sys.argv[1])
 again = transformers.LlamaForCausalLM.from_pretrained(sys.argv[1])

@@ -115,7 +115,8 @@ def _repeated_dim(a: fx.Node, b: fx.Node) -> int | None:
     """The dim of rows that a node makes of one row, as ``expand`` and ``repeat`` do; None of others."""
     if b.target not in (aten.expand.default, aten.repeat.default):
         return None
-    x, made, of_one = (n.meta["val"] for n in (b.args[0], b, a))
+    nodes: list[Any] = [b.args[0], b, a]
+    x, made, of_one = (n.meta["val"] for n in nodes)
     (dim, *more) = (d for d in range(made.ndim) if made.shape[d] != of_one.shape[d])
     before = dim - (made.ndim - x.ndim)
     return dim if not more and (before < 0 or x.shape[before] == 1) else None
