@@ -152,6 +152,9 @@ f(2,4,8,8,8), (16,16,16), False | upsample_trilinear3d
 f(2,4,8,8), f(2,5,5,2), 0, 0, False | grid_sampler grid_sampler_2d
 f(2,4,8,8,8), f(2,5,5,5,3), 0, 0, False | grid_sampler_3d
 f(2,2,3), (2,4,8,8), False | affine_grid_generator
+f(5,4,3), f(1,4,6), [f(18,3), f(18,6)], False, 1, 0.0, False, False, False | gru
+f(5,4,3), f(1,4,6), [f(6,3), f(6,6)], False, 1, 0.0, False, False, False | rnn_tanh rnn_relu
+f(5,4,3), [f(1,4,6), f(1,4,6)], [f(24,3), f(24,6)], False, 1, 0.0, False, False, False | lstm
 """
 _CALLS = {op: call.strip() for call, _, ops in (x.partition("|") for x in _EXAMPLES.splitlines()) for op in ops.split()}
 
