@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.dispatch import forget_ops
+from meshwright.dispatch import forget_ops, plans
 from meshwright.errors import ConversionError, RuleError
 from meshwright.layout import Layout, Spec
 from meshwright.resharding.planner import ConversionPlan
@@ -63,9 +63,10 @@ def right(x: Arg, w: Arg) -> Rule:
     return notation("... k, k -> ...", x, w, reduced="k", linear=[[x]])
 
 
-def test_a_custom_op_joins_the_book(with_rule: Any) -> None:
+def test_a_custom_op_joins_the_book(with_rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a call before it has a rule, of which nothing is kept
+        monkeypatch.setattr(plans, "_WARNED", set())
         mw.simulate(lambda: scaled_sum(mw.shard_tensor(torch.ones(8, 6), FOUR, [mw.Shard(0)]), torch.ones(6)), FOUR)
     with_rule(right)
     assert "mwtest" not in partial_table()
