@@ -29,9 +29,9 @@ def recurrent(
     packed = isinstance(params, Arg) or input.ndim != 3
     if packed or (dropout and train and num_layers > 1):
         return None
-    inside: dict[Any, Letters] = {
-        s: ["l", "b", f"h{i}"] if i else ["l", "b", "h"] for i, s in enumerate(states)
-    } | {p: names(f"p{i}_", p.shape) for i, p in enumerate(params)}
+    inside: dict[Any, Letters] = {s: ["l", "b", f"h{i}"] if i else ["l", "b", "h"] for i, s in enumerate(states)} | {
+        p: names(f"p{i}_", p.shape) for i, p in enumerate(params)
+    }
     order = ["b", "t"] if batch_first else ["t", "b"]
     made = [[*order, "o"], *(inside[s] for s in states)]
     sizes = {"o": states[0].shape[-1] * (2 if bidirectional else 1)}

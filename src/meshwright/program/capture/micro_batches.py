@@ -275,6 +275,19 @@ def _of_dims(one: Captured, two: Captured, dims: Dims, weighing: Weighing) -> Fo
         return PassError(f"{where}: {why}: the loss is no weighted mean of those of micro-batches; {weighing.hint}")
 
     compared = compared_sizes(one, two, refused)
+    try:
+        return _of_rows(two, replace(compared, repeated={}), dims, weighing, refused)
+    except PassError as error:
+        if not compared.repeated:
+            raise
+        first = error
+    try:  # constants that are repeated are best compared as they are, what is made of parameters cannot be
+        return _of_rows(two, compared, dims, weighing, refused)
+    except PassError:
+        raise first from None
+
+
+def _of_rows(two: Captured, compared: Compared, dims: Dims, weighing: Weighing, refused: Refused) -> Found:
     numbers = [s for s in two.sources if s.kind == "batch" and dims[s.node] is None and s.fake.numel() == 1]
     ways = (True, False) if numbers and not weighing.cuts else (False,)
     first: PassError | None = None
