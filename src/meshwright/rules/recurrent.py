@@ -35,5 +35,5 @@ def recurrent(
     order = ["b", "t"] if batch_first else ["t", "b"]
     made = [[*order, "o"], *(inside[s] for s in states)]
     sizes = {"o": states[0].shape[-1] * (2 if bidirectional else 1)}
-    letters = {x for dims in (*inside.values(), [*order, "i", "o"]) for x in dims} - {"b"}
+    letters = {str(x) for dims in (*inside.values(), [*order, "i", "o"]) for x in dims} - {"b"}
     return notation({input: [*order, "i"], **inside}, *made, sizes=sizes, whole=letters, heavy=True, padded=True)
