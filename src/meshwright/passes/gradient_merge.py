@@ -362,7 +362,9 @@ class Merge:
             return user not in earlier
 
         for s in sums:
-            total = added = self._added(self.graph, s.node, s.place, self.end)
+            # What reads the gradient may stand before the end of the backward: a cast to the parameter's dtype.
+            early = self.end is not None and any(later(u) and u < self.end for u in s.node.users)
+            total = added = self._added(self.graph, s.node, s.place, None if early else self.end)
             earlier.add(added)
             dtype = checked_value(s.node).dtype
             if dtype is not checked_value(added).dtype:

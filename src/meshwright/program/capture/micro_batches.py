@@ -235,12 +235,17 @@ def find_weight(
     one = as_sums(captured)
     found: list[Found] = []
     errors: list[PassError] = []
-    for dims in row_dims(captured, layouts, weighing.rows_dim):
-        two = as_sums(_captured_again(captured, capture_again, batch, dims, weighing))
+    candidates = row_dims(captured, layouts, weighing.rows_dim)
+    for dims in candidates:
         try:
+            two = as_sums(_captured_again(captured, capture_again, batch, dims, weighing))
             found.append(_of_dims(one, two, dims, weighing))
         except PassError as error:
             errors.append(error)
+            if dims is candidates[-1] and weighing.rows_dim is None and all(isinstance(e, _OneSize) for e in errors):
+                batch_dims = {s.node: s.fake for s in captured.sources if s.kind == "batch"}
+                if len(candidates) == len(errors) == 1 and any(t.ndim > 1 for t in batch_dims.values()):
+                    candidates.append(_along(batch_dims, 1))  # the first has groups, say of experts
     # A dim along which order counts has no rows.
     unclear = [e for e in errors if not (isinstance(e, _Ordered) and found)]
     if not unclear and any(f != found[0] for f in found):
@@ -256,13 +261,17 @@ class _Ordered(PassError):
     """Values along the dim that may have the rows have an order: it is a sequence."""
 
 
+class _OneSize(_Ordered):
+    """The dim that may have the rows has one size only."""
+
+
 def _captured_again(
     captured: Captured, capture_again: Callable[[Any], Captured], batch: Any, dims: Dims, weighing: Weighing
 ) -> Captured:
     try:
         return capture_again(doubled(batch, captured, dims))
     except (CaptureError, RuntimeError, ValueError) as error:
-        raise PassError(
+        raise _OneSize(
             f"the step cannot be captured for twice as many rows, so nobody knows what its loss is a mean over "
             f"({error}); {weighing.hint}"
         ) from error

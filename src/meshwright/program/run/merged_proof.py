@@ -18,11 +18,23 @@ from ... import collective
 from ...errors import PassError
 from ...passes import Pass
 from ...ranks import runtime
-from ..ir.nodes import value_of
 from ..ir.program import Program
 from .bind import BACKENDS, Bound, Ready
 from .pipeline import Pipelined
-from .proof import SEED, TRIES, WHAT, Before, Discrepancy, Outcome, PlainRun, Sketches, differing, message
+from .proof import (
+    SEED,
+    TRIES,
+    WHAT,
+    Before,
+    Discrepancy,
+    Outcome,
+    PlainRun,
+    Sketches,
+    differing,
+    eps_of,
+    floor_of,
+    message,
+)
 from .runner import Compiled
 from .sketches import Sketch, sketch
 from .watched import GRADIENT, LOSS, is_added_up, points_of, watched
@@ -136,7 +148,8 @@ class MergedProof:
     def _verdict(self) -> None:
         """Compare a call, and the update behind the last one of a cycle."""
         mesh = self._micros[0].run.program.mesh
-        outcome = Outcome(tuple(p.name for p in self.passes))
+        plain = next(p for r, p in self._plains.values() if id(r) in self._runs)
+        outcome = Outcome(tuple(p.name for p in self.passes), floor=floor_of(plain))
         here = self._micros[-1].sketches
         found: list[Discrepancy] = []
         if not self._piped:
@@ -203,7 +216,7 @@ class MergedProof:
         else:
             ready, plain = next((r, p) for r, p in self._plains.values() if id(r) in self._runs)
             dim = getattr(self._merge, "rows_dim", None)
-            micros = joined([m.leaves for m in self._micros], plain, ready.how[0], 0 if self._piped else dim)
+            micros = joined([m.leaves for m in self._micros], plain, 0 if self._piped else dim)
             whole = None if self.whole is None else whole_loss(self.whole, micros, plain, ready.carrier)
             if whole is None:
                 outcome.note = "weights of micro-batches were not compared with the whole batch"
@@ -212,7 +225,7 @@ class MergedProof:
             else:
                 total = sum(w * x for w, x in zip(weights, losses, strict=True) if x is not None and w)
                 size = max(abs(x) for x in (*losses, whole) if x is not None)
-                limit = max(_LOOSE * _eps(plain), _FLOOR) * size
+                limit = max(_LOOSE * eps_of(plain), _FLOOR) * size
                 plainly = even and abs(sum(losses) - whole) <= limit * len(losses)  # type: ignore[arg-type]
                 unknown = any(i and x for i, x in zip(idle, losses, strict=True))
                 if abs(total - whole) > limit and not plainly and not unknown:
@@ -303,18 +316,13 @@ def _joint(fits: Sequence[_Fit]) -> tuple[list[float], bool]:
 
 def _sums(names: Sequence[str], shown: Sequence[Sketches], weights: Sequence[float]) -> dict[str, Sketch]:
     sums: dict[str, Sketch] = {}
+    nothing = not any(weights)  # counts
     for sketches, weight in zip(shown, weights, strict=True):
-        for name in names if weight else ():  # of what does not count nothing is read
+        for name in names if weight or nothing else ():  # of what does not count nothing is read
             if name in sketches:
                 part = sketches[name].times(weight)
                 sums[name] = part if name not in sums else sums[name].plus(part)
     return sums
-
-
-def _eps(program: Program) -> float:
-    """Of the narrowest dtype in a program."""
-    dtypes = {v.dtype for n in program.graph.nodes if (v := value_of(n)) is not None}
-    return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0)
 
 
 __all__ = ["MergedProof"]

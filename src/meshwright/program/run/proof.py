@@ -22,6 +22,7 @@ import torch
 from ... import collective
 from ...errors import MeshwrightError, PassError
 from ...ranks import runtime
+from ..ir.nodes import value_of
 from ..ir.program import Program
 from .bind import BACKENDS, Bound, Carrier, Ready
 from .runner import Compiled
@@ -32,7 +33,7 @@ Tensor = torch.Tensor
 
 SEED = 1.3  # what the backward starts from where rounding is measured: no power of two
 _ULPS = 16  # a difference of so many roundings of a gradient's dtype is not looked into
-_FEW = 128, 1e-5  # nor are so many of a precise dtype, up to this: sums of many micro-batches come in another order
+_FEW, _MOST = 128, 1e-5  # nor are so many of the narrowest dtype of a program, up to this: sums come in another order
 _NOISE = 8.0  # times what rounding was measured to be
 WHAT = "the comparison of passes"  # that ranks do together
 TRIES = 3  # calls that are compared where values are not finite
@@ -67,6 +68,7 @@ class Outcome:
         largest: the largest difference on this rank, in the norm of the value.
         finite: whether all values were.
         note: what was not compared.
+        floor: in the norm of a value, a difference that is not looked into.
     """
 
     passes: tuple[str, ...]
@@ -74,6 +76,7 @@ class Outcome:
     largest: float = 0.0
     finite: bool = True
     note: str = ""
+    floor: float = 0.0
 
 
 class PlainRun:
@@ -208,7 +211,7 @@ class Proof:
         self._reference = PlainRun(self.plain, self.ready.carrier, self.ready.how)
         self._wanted = self._reference(leaves, self._before)
         self._shown, self._judged = {}, set[str]()
-        self.outcome = Outcome(self.outcome.passes, len(self._wanted))
+        self.outcome = Outcome(self.outcome.passes, len(self._wanted), floor=floor_of(self.plain))
         program = watched(BACKENDS[self.ready.carrier.backend](bound.program), self._show, self._verdict)
         run, bound.run = bound.run, Compiled(program).once
         try:
@@ -288,11 +291,22 @@ def differing(
     found: list[Discrepancy] = []
     moved = _noise_of(wanted, noise, factor)
     for name in names:
-        text, size = _difference(name, wanted, shown, noise, moved.get(name, 0.0))
+        text, size = _difference(name, wanted, shown, noise, moved.get(name, 0.0), outcome.floor)
         if text:
             found.append(Discrepancy(runtime.RT.rank, name, text, size))
         outcome.largest = max(outcome.largest, 0.0 if text else size)
     return found
+
+
+def eps_of(program: Program) -> float:
+    """Of the narrowest dtype in a program."""
+    dtypes = {v.dtype for n in program.graph.nodes if (v := value_of(n)) is not None}
+    return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0)
+
+
+def floor_of(program: Program) -> float:
+    """In the norm of a gradient of a program, a difference that is not looked into."""
+    return min(_FEW * eps_of(program), _MOST)
 
 
 def message(where: str, name: str, found: Sequence[Discrepancy]) -> str:
@@ -327,7 +341,7 @@ def _noise_of(wanted: Sketches, noise: Sketches | None, factor: float | None) ->
 
 
 def _difference(
-    name: str, wanted: Sketches, shown: Sketches, noise: Sketches | None, moved: float
+    name: str, wanted: Sketches, shown: Sketches, noise: Sketches | None, moved: float, floor: float
 ) -> tuple[str, float]:
     """How a value differs, in words, empty if it does not; and how far."""
     if name not in shown or name not in wanted:
@@ -343,7 +357,7 @@ def _difference(
     norm, distance = max(want.norm, got.norm, want.terms), want.distance(got)
     eps = max(torch.finfo(s.dtype).eps if s.dtype.is_floating_point or s.dtype.is_complex else 0.0 for s in (want, got))
     size = distance / norm if norm else 0.0
-    limit = max(_ULPS * eps, min(_FEW[0] * eps, _FEW[1])) * norm + _NOISE * moved
+    limit = max(_ULPS * eps, floor) * norm + _NOISE * moved
     if distance <= limit:
         return "", size
     return f"by {size:.2g} of its norm, {limit / norm:.2g} would be rounding", size
@@ -351,5 +365,5 @@ def _difference(
 
 __all__ = [
     "SEED", "TRIES", "WHAT", "Before", "Check", "Discrepancy", "Outcome", "PlainRun", "Proof", "Sketches", "differing",
-    "message", "uncounted",
+    "eps_of", "floor_of", "message", "uncounted",
 ]  # fmt: skip

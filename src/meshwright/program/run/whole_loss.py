@@ -26,26 +26,25 @@ Recording = tuple[Program, Mapping[str, int], Any]  # a program of the loss, and
 Record = Callable[[Sequence[Any]], Recording]
 
 
-def joined(
-    micros: Sequence[Sequence[Any]], plain: Program, places: Mapping[str, int], dim: int | None
-) -> list[Any] | None:
+def joined(micros: Sequence[Sequence[Any]], plain: Program, dim: int | None) -> list[Any] | None:
     """The leaves of a batch of all rows of micro-batches; None where they cannot be put together.
 
     Args:
         plain: the program of one.
-        places: names of batch tensors to their places among the leaves.
-        dim: of the rows; None: the one that the mesh shards, else the first.
+        dim: of the rows; None: the first one, if the mesh shards no other (which may be a sequence, or the rows).
     """
-    of = {places[i.name]: _sharded(i.spec) for i in plain.inputs if i.kind == "batch"}
+    sharded = {d for i in plain.inputs if i.kind == "batch" for d in _sharded(i.spec)}
+    if dim is None and not sharded <= {0}:
+        return None
     leaves: list[Any] = []
-    for place, parts in enumerate(zip(*micros, strict=True)):
+    for parts in zip(*micros, strict=True):
         first = parts[0]
         if not isinstance(first, Tensor):
             if any(p != first for p in parts):
                 return None
             leaves.append(first)
             continue
-        rows = of.get(place, 0) if dim is None else dim
+        rows = dim or 0
         shapes = {(*p.shape[:rows], *p.shape[rows + 1 :]) for p in parts}
         if isinstance(first, DistTensor) or first.ndim <= rows or len(shapes) > 1:
             return None
@@ -53,9 +52,8 @@ def joined(
     return leaves
 
 
-def _sharded(spec: Spec | None) -> int:
-    placements = () if spec is None else spec.layout.placements
-    return next((p.dim for p in placements if isinstance(p, Shard)), 0)
+def _sharded(spec: Spec | None) -> set[int]:
+    return {p.dim for p in (() if spec is None else spec.layout.placements) if isinstance(p, Shard)}
 
 
 def whole_loss(record: Record, leaves: list[Any] | None, plain: Program, carrier: Carrier) -> float | None:
