@@ -1,4 +1,4 @@
-"""All pairs of the table's values and all meetings of three (both long), against one device."""
+"""All pairs of the table's values and all meetings of three (long), against one device."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ def _checked(made: Case) -> str:
     return script(*(shrink(made, verdict) if verdict.kind != "invalid" else (made, verdict)))
 
 
-# Long: they take 400 s of CPU where 90 are wanted, and a few are refused without a promise.
-@pytest.mark.long
 @pytest.mark.parametrize("number", range(len(PAIRS)))
 def test_pairs(number: int) -> None:
     found = _checked(PAIRS[number])
