@@ -242,9 +242,9 @@ def find_weight(
             found.append(_of_dims(one, two, dims, weighing))
         except PassError as error:
             errors.append(error)
-            if dims is candidates[-1] and weighing.rows_dim is None and all(isinstance(e, _OneSize) for e in errors):
+            if isinstance(error, _OneSize) and len(candidates) == 1 and weighing.rows_dim is None:
                 batch_dims = {s.node: s.fake for s in captured.sources if s.kind == "batch"}
-                if len(candidates) == len(errors) == 1 and any(t.ndim > 1 for t in batch_dims.values()):
+                if any(t.ndim > 1 for t in batch_dims.values()):
                     candidates.append(_along(batch_dims, 1))  # the first has groups, say of experts
     # A dim along which order counts has no rows.
     unclear = [e for e in errors if not (isinstance(e, _Ordered) and found)]

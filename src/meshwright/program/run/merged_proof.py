@@ -148,8 +148,7 @@ class MergedProof:
     def _verdict(self) -> None:
         """Compare a call, and the update behind the last one of a cycle."""
         mesh = self._micros[0].run.program.mesh
-        plain = next(p for r, p in self._plains.values() if id(r) in self._runs)
-        outcome = Outcome(tuple(p.name for p in self.passes), floor=floor_of(plain))
+        outcome = Outcome(tuple(p.name for p in self.passes), floor=floor_of(self._plain))
         here = self._micros[-1].sketches
         found: list[Discrepancy] = []
         if not self._piped:
@@ -189,10 +188,15 @@ class MergedProof:
         self._raise(mesh, found)
         return weights if known else None
 
+    @property
+    def _plain(self) -> Program:
+        """A program without passes that ran in this cycle."""
+        return next(p for r, p in self._plains.values() if id(r) in self._runs)
+
     def _names(self) -> list[str]:
         """Of the gradients that are compared: a rank updates none of those of other stages."""
         names: list[str] = []
-        plain = next(p for r, p in self._plains.values() if id(r) in self._runs)
+        plain = self._plain
         by_hand = all(o.spec is None for o in plain.outputs)
         added = {p.name: not by_hand or is_added_up(p) for p in points_of(plain, unclipped=True)}
         for name in dict.fromkeys(n for m in self._micros for n in m.sketches if n.startswith(GRADIENT)):
