@@ -394,13 +394,13 @@ def names_by_worth(containing: str = "") -> list[str]:
     return [name for name in every if containing in name]
 
 
-def run(where: Where, names: list[str], seconds: float) -> Iterator[tuple[str, Found]]:
+def run(where: Where, names: list[str], seconds: float, each: float = EACH) -> Iterator[tuple[str, Found]]:
     """All of them, one after the other, while there is time."""
     end = time.monotonic() + seconds
     for name in names:
         left = end - time.monotonic()
         late: Found = {"passed": True, "left out": "no time left"}
-        yield name, found_of(name, where, min(EACH, left)) if left > 10 else late
+        yield name, found_of(name, where, min(each, left)) if left > 10 else late
 
 
 def line_of(name: str, found: Found) -> str:
@@ -441,6 +441,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="Measure what one CUDA device can show.")
     parser.add_argument("--only", default="", help="checks and benchmarks whose names contain this")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"time for all of them (default {SECONDS:.0f})")
+    parser.add_argument("--each", type=float, default=EACH, help=f"time for one of them (default {EACH:.0f})")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "bench" / "out" / "gpu.md", help="the report; .json beside it"
     )
@@ -451,7 +452,7 @@ def main(words: list[str] | None = None) -> int:
         print("there is no CUDA device: the checks run on the CPU, shrunken", flush=True)
     found: dict[str, Found] = {}
     on = about(where)
-    for name, answer in run(where, names_by_worth(given.only), given.seconds):
+    for name, answer in run(where, names_by_worth(given.only), given.seconds, given.each):
         found[name] = answer
         print(line_of(name, answer), flush=True)
         write_report(given.out, on, found)
