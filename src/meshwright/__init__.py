@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from . import passes
     from .checkpoint import Checkpoints, load_weights, save_weights
     from .explanation import Explanation, explain, explicit
+    from .machines import hardware
     from .planning import layouts
     from .program import LossScale, load_program, save_program
     from .program.compile import capture_local, compile_step
@@ -65,6 +66,7 @@ _LATER = {
     "Explanation": "explanation",
     "explain": "explanation",
     "explicit": "explanation",
+    "hardware": "machines",
     "LossScale": "program",
     "load_program": "program",
     "save_program": "program",
@@ -135,6 +137,7 @@ __all__ = [
     "explicit",
     "from_dtensor",
     "from_local",
+    "hardware",
     "infer_backward",
     "infer_forward",
     "init_mesh",

@@ -102,6 +102,14 @@ class VerifyError(MeshwrightError, ValueError):
     """A step that cannot be verified, or that is not the one that was."""
 
 
+class HardwareError(MeshwrightError, ValueError):
+    """A description of hardware that is not known, or cannot be read."""
+
+
+class PlanError(MeshwrightError, ValueError):
+    """A plan that cannot be found (memory, devices, contradictions), or that was made for something else."""
+
+
 class DataError(MeshwrightError, ValueError):
     """Training data that cannot be used."""
 

@@ -23,6 +23,7 @@ LAYERS = (
         "kernels",
         "mesh",
         "layout",
+        "machines",
     ),
     *("ranks.runtime", "local_tensor"),
     *("ranks.simulation", "ranks.process_group", "failures", "collective", "generator", "rules", "resharding"),
@@ -30,7 +31,16 @@ LAYERS = (
     *("shard.parameters", "shard.gradients", "shard.units", "shard.initialization", "shard.modules"),
     *("shard.optimizers", "shard.data", "shard"),
     *("program.ir", "program.check", "passes", "program.capture", "program.run", "program", "explanation"),
-    *("program.step", "program.compile", "planning", "checkpoint", "testing", "integrations", "verification"),
+    *(
+        "program.step",
+        "program.compile",
+        "planning",
+        "planner",
+        "checkpoint",
+        "testing",
+        "integrations",
+        "verification",
+    ),
     *(FACADE, "train", "cli", "__main__"),
 )
 # collective moves the data, mesh and tensor meet DeviceMesh and DTensor; cli and train start processes

@@ -12,33 +12,17 @@ from torch.utils.flop_counter import flop_registry
 
 from ..collective import COLLECTIVES, group_size
 from ..layout import bytes_each, chunk_sizes
+from ..machines import Network
 from ..program.ir.nodes import VIEWS, checked_value, info_of
 from .gradients import Gradients, SentGradient
 
 _LAUNCH = 50e-6  # seconds of this rank's own time that starting and waiting for a collective takes
-_OP = 5e-6  # of any op
-_MEMORY = 10e9  # bytes per second that ops without much arithmetic read and write
 # The model of time is rough: a bucket takes at most this part of all that is sent (unless latency would tell), so that
 # no more than that can come late.
 _MOST = 1 / 12
 _LATENCIES = 4
 _LATER = 0.05  # part of the time behind the backward by which fewer buckets may end later
 _WINDOW = 256  # gradients in one bucket at most
-
-
-@dataclass(frozen=True)
-class Network:
-    """What sending costs.
-
-    Attributes:
-        latency: seconds per collective.
-        bandwidth: bytes per second and rank.
-        flops: arithmetic of one rank per second, against which sending is set.
-    """
-
-    latency: float
-    bandwidth: float
-    flops: float
 
 
 class SeenByAll(Protocol):
@@ -222,9 +206,9 @@ def _seconds(node: fx.Node, network: Network) -> float:
     if count is not None:
         args = fx.map_arg((node.args, node.kwargs), _meta)
         out = _meta(node)
-        return float(count(*args[0], **args[1], out_val=out)) / network.flops + _OP
+        return float(count(*args[0], **args[1], out_val=out)) / network.flops + network.launch
     moved = sum(v.nbytes for n in (node, *node.all_input_nodes) for v in info_of(n).values)
-    return moved / _MEMORY + _OP
+    return moved / network.memory + network.launch
 
 
 def _meta(node: fx.Node) -> Any:

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..errors import PassError
+from ..errors import HardwareError, PassError
+from ..machines import Network, hardware
 from ..program.ir.nodes import value_of
 from ..program.ir.program import WHOLE, Program
 from ..program.ir.subgraphs import copied
 from .agreement import StepPart, on_any_rank, parts_of, views_of
-from .buckets import FusedBucket, Network, by_limit, by_time, by_unit, in_order, times
+from .buckets import FusedBucket, by_limit, by_time, by_unit, in_order, times
 from .fusing import Fusing
 from .gathers import Gathers
 from .gradients import Gradients, SentGradient, sums_of
@@ -39,8 +40,9 @@ class DataParallelOptimization(Pass):
         fuse: let gradients share collectives.
         overlap: start a collective as soon as its last gradient exists and wait at its first use; what has arrived is
             updated while the last ones are under way.  Otherwise start and wait after the backward.
-        alpha_us, gb_per_s: latency of a collective in microseconds and bandwidth of a rank in gigabytes per second,
-            for ``"auto"``.
+        hardware: the machine, as ``mw.hardware`` knows it, for ``"auto"``: how fast ranks send and compute.
+        alpha_us, gb_per_s: other numbers than the machine's: latency of a collective in microseconds and bandwidth of a
+            rank in gigabytes per second, for ``"auto"``.
         gflops: arithmetic of a rank in 1e9 operations per second, for ``"auto"``.
 
     Raises:
@@ -54,9 +56,10 @@ class DataParallelOptimization(Pass):
     prune: bool = True
     fuse: bool = True
     overlap: bool = True
-    alpha_us: float = 100.0
-    gb_per_s: float = 1.0
-    gflops: float = 100.0
+    hardware: str = "cpu-gloo"
+    alpha_us: float | None = None
+    gb_per_s: float | None = None
+    gflops: float | None = None
 
     def __post_init__(self) -> None:
         size = self.bucket_bytes
@@ -67,8 +70,14 @@ class DataParallelOptimization(Pass):
                 raise PassError(f"{self.name}: {option}={getattr(self, option)!r}: True or False was expected")
         for option in ("alpha_us", "gb_per_s", "gflops"):
             number = getattr(self, option)
+            if number is None:
+                continue
             if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
                 raise PassError(f"{self.name}: {option}={number!r}: a number above 0 was expected")
+        try:
+            hardware(self.hardware)
+        except HardwareError as error:
+            raise PassError(f"{self.name}: {error}") from error
 
     def apply(self, program: Program) -> tuple[Program, PassRecord]:
         """The program with fewer reductions of gradients, which run beside the backward."""
@@ -107,7 +116,7 @@ class DataParallelOptimization(Pass):
 
     def _reduce(self, works: Sequence[_Work]) -> None:
         """Reductions become buckets that start where all ranks start them; sums of sums in another round."""
-        network = Network(self.alpha_us * 1e-6, self.gb_per_s * 1e9, self.gflops * 1e9)
+        network = self._network(works[0].program)
         parts, later = [w.part for w in works], True
         while later:
             later = False
@@ -143,6 +152,18 @@ class DataParallelOptimization(Pass):
         for work, (part, heard) in zip(works, views, strict=True):
             work.program, work.gathers, decisions = found[part.name].run(heard)
             work.decisions += decisions
+
+    def _network(self, program: Program) -> Network:
+        """What the slowest links of the mesh send, unless options say otherwise."""
+        found = hardware(self.hardware).network(1, program.mesh.size)
+        said = {
+            name: value * scale
+            for name, value, scale in (
+                ("latency", self.alpha_us, 1e-6), ("bandwidth", self.gb_per_s, 1e9), ("flops", self.gflops, 1e9),
+            )
+            if value is not None
+        }  # fmt: skip
+        return replace(found, **said)
 
     def _buckets(self, order: Order, network: Network) -> list[FusedBucket]:
         reductions = order.sums()

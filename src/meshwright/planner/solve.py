@@ -1,0 +1,225 @@
+"""The exact optimum of a sum of tables, by eliminating one variable after the other.  Knows only tables.
+
+A problem is a graph: each variable takes one of a few values, each has a price, and so have pairs of values of two
+variables that share a table.  Eliminating a variable replaces it, and its tables, by one table over its neighbours:
+what it costs at best for each of their values.  Prices are whole numbers, so that ties are the same on every machine; of
+equals the first value is taken.
+
+Steps that are alike are done once: tables are interned by their content, and what an elimination gives is remembered
+for the tables that went in.  So the layers of a model, which repeat, cost as much as one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import PlanError
+
+Prices = NDArray[np.int64]
+NEVER = 10**15  # a price that nothing reaches, and sums of thousands of which still fit
+_MOST = 1 << 26  # entries of a joined table, beyond which elimination is given up
+Scope = tuple[int, ...]
+
+
+class Tables:
+    """Tables by their content: the same content is the same object."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Prices] = {}
+        self._numbers: dict[int, int] = {}
+        self.eliminated: dict[Any, tuple[Prices, Prices]] = {}
+
+    def intern(self, table: Prices) -> Prices:
+        """The table that stands for all with this content."""
+        if id(table) in self._numbers:
+            return table
+        key = table.shape, table.tobytes()
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = np.ascontiguousarray(table)
+            found.flags.writeable = False
+            self._numbers[id(found)] = len(self._numbers)
+        return found
+
+    def number(self, table: Prices) -> int:
+        """Of an interned one."""
+        return self._numbers[id(table)]
+
+
+@dataclass
+class Problem:
+    """Variables, and the tables that say what their values cost.
+
+    Attributes:
+        sizes: of each variable, how many values it has.
+        factors: variables in rising order, to the table over them, an axis for each.
+        tables: by content.
+    """
+
+    sizes: list[int] = field(default_factory=list)
+    factors: dict[Scope, Prices] = field(default_factory=dict)
+    tables: Tables = field(default_factory=Tables)
+
+    def variable(self, prices: Iterable[int]) -> int:
+        """A new variable, from the price of each of its values."""
+        table = _whole(np.asarray(list(prices), dtype=np.int64))
+        self.sizes.append(len(table))
+        self.factors[len(self.sizes) - 1,] = self.tables.intern(table)
+        return len(self.sizes) - 1
+
+    def add(self, scope: Sequence[int], table: Prices) -> None:
+        """Add a table over variables, an axis for each in the given order.
+
+        Raises:
+            PlanError: If a table does not fit the variables.
+        """
+        if table.shape != tuple(self.sizes[v] for v in scope) or len({*scope}) != len(scope):
+            raise PlanError(f"solve: a table of {table.shape} over variables {tuple(scope)}: the shapes differ")
+        order = sorted(range(len(scope)), key=lambda i: scope[i])
+        key, made = tuple(scope[i] for i in order), _whole(table.transpose(order))
+        known = self.factors.get(key)
+        self.factors[key] = self.tables.intern(made if known is None else np.minimum(known + made, NEVER))
+
+    def price(self, values: Sequence[int]) -> int:
+        """What an assignment costs: a value for each variable."""
+        return sum(int(t[tuple(values[v] for v in scope)]) for scope, t in self.factors.items())
+
+    def pinned(self, values: Mapping[int, Iterable[int]]) -> Problem:
+        """The same problem in which variables take only some of their values."""
+        made = Problem(self.sizes, dict(self.factors), self.tables)
+        for v, allowed in values.items():
+            more = np.full(self.sizes[v], NEVER, dtype=np.int64)
+            more[list(allowed)] = 0
+            made.add((v,), more)
+        return made
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The cheapest assignment.
+
+    Attributes:
+        price: of all tables together.
+        values: of each variable.
+        steps: how many eliminations there were; ``distinct``: how many were computed.
+    """
+
+    price: int
+    values: tuple[int, ...]
+    steps: int
+    distinct: int
+
+
+def solve(problem: Problem) -> Optimum:
+    """The cheapest assignment, exactly.
+
+    Raises:
+        PlanError: If no assignment costs less than ``NEVER``, or tables that have to be joined are too large.
+    """
+    run = _Elimination(problem)
+    while run.left:
+        run.eliminate(run.next())
+    values = run.values()
+    price = problem.price(values)
+    if price >= NEVER:
+        raise PlanError("solve: no assignment is possible: some variable has no value that fits the others")
+    return Optimum(price, values, len(run.trail), run.computed)
+
+
+class _Elimination:
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.tables = problem, problem.tables
+        self.of: list[dict[Scope, Prices]] = [{} for _ in problem.sizes]
+        for scope, table in problem.factors.items():
+            for v in scope:
+                self.of[v][scope] = table
+        self.left = dict.fromkeys(range(len(problem.sizes)))
+        self.trail: list[tuple[int, Scope, Prices]] = []
+        self.computed = 0
+        self._heap: dict[int, dict[int, None]] = {}
+        self._rank: dict[int, int] = {}
+        for v in self.left:
+            self._note(v)
+
+    def _neighbours(self, v: int) -> Scope:
+        return tuple(sorted({w for scope in self.of[v] for w in scope if w != v}))
+
+    def _note(self, v: int) -> None:
+        """Keep variables by how large a table their elimination gives."""
+        size = math.prod((self.problem.sizes[w] for w in self._neighbours(v)), start=self.problem.sizes[v])
+        old = self._rank.get(v)
+        if old is not None:
+            self._heap[old].pop(v)
+        rank = size.bit_length()
+        self._rank[v] = rank
+        self._heap.setdefault(rank, {})[v] = None
+
+    def next(self) -> int:
+        """The variable whose elimination gives the smallest table."""
+        return next(iter(self._heap[min(r for r, some in self._heap.items() if some)]))
+
+    def eliminate(self, v: int) -> None:
+        """Replace a variable by a table over its neighbours."""
+        around = self._neighbours(v)
+        scope = (*around, v)
+        if math.prod(self.problem.sizes[w] for w in scope) > _MOST:
+            raise PlanError(
+                f"solve: {len(around)} neighbours of a variable would be joined in one table of more than {_MOST} "
+                "entries. Take fewer axes, or fix= some layouts."
+            )
+        place = {w: i for i, w in enumerate(scope)}
+        parts = sorted(
+            ((tuple(place[w] for w in s), t) for s, t in self.of[v].items()),
+            key=lambda p: (p[0], self.tables.number(p[1])),
+        )
+        key = tuple((s, self.tables.number(t)) for s, t in parts)
+        found = self.tables.eliminated.get(key)
+        if found is None:
+            found = self.tables.eliminated[key] = self._joined(parts, scope)
+            self.computed += 1
+        least, best = found
+        self.trail.append((v, around, best))
+        for s in list(self.of[v]):
+            for w in s:
+                self.of[w].pop(s)
+        if around:
+            known = self.of[around[0]].get(around)
+            made = least if known is None else self.tables.intern(np.minimum(known + least, NEVER))
+            for w in around:
+                self.of[w][around] = made
+        self._heap[self._rank.pop(v)].pop(v)
+        del self.left[v]
+        for w in around:
+            self._note(w)
+
+    def _joined(self, parts: Sequence[tuple[Scope, Prices]], scope: Scope) -> tuple[Prices, Prices]:
+        total = np.zeros(tuple(self.problem.sizes[w] for w in scope), dtype=np.int64)
+        for places, table in parts:
+            shape = [1] * len(scope)
+            order = sorted(range(len(places)), key=places.__getitem__)
+            for axis in order:
+                shape[places[axis]] = table.shape[axis]
+            total += table.transpose(order).reshape(shape)
+        best = total.argmin(-1)
+        least = np.minimum(np.take_along_axis(total, best[..., None], -1)[..., 0], NEVER)
+        return self.tables.intern(np.asarray(least, dtype=np.int64)), cast(Prices, np.asarray(best))
+
+    def values(self) -> tuple[int, ...]:
+        """Each variable's value, from the last one that was eliminated backwards."""
+        made = [0] * len(self.problem.sizes)
+        for v, around, best in reversed(self.trail):
+            made[v] = int(best[tuple(made[w] for w in around)])
+        return tuple(made)
+
+
+def _whole(table: Prices) -> Prices:
+    return np.minimum(np.ascontiguousarray(table, dtype=np.int64), NEVER)
+
+
+__all__ = ["NEVER", "Optimum", "Prices", "Problem", "Tables", "solve"]
