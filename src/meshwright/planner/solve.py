@@ -2,8 +2,8 @@
 
 A problem is a graph: each variable takes one of a few values, each has a price, and so have pairs of values of two
 variables that share a table.  Eliminating a variable replaces it, and its tables, by one table over its neighbours:
-what it costs at best for each of their values.  Prices are whole numbers, so that ties are the same on every machine; of
-equals the first value is taken.
+what it costs at best for each of their values.  Prices are whole numbers, so that ties are the same on every machine;
+of equals the first value is taken.
 
 Steps that are alike are done once: tables are interned by their content, and what an elimination gives is remembered
 for the tables that went in.  So the layers of a model, which repeat, cost as much as one of them.
@@ -24,6 +24,7 @@ from ..errors import PlanError
 Prices = NDArray[np.int64]
 NEVER = 10**15  # a price that nothing reaches, and sums of thousands of which still fit
 _MOST = 1 << 26  # entries of a joined table, beyond which elimination is given up
+_SMALL = 1 << 22
 Scope = tuple[int, ...]
 
 
@@ -151,17 +152,22 @@ class _Elimination:
         return tuple(sorted({w for scope in self.of[v] for w in scope if w != v}))
 
     def _note(self, v: int) -> None:
-        """Keep variables by how large a table their elimination gives."""
-        size = math.prod((self.problem.sizes[w] for w in self._neighbours(v)), start=self.problem.sizes[v])
+        """Keep variables by how large a table their elimination gives.
+
+        Those with two neighbours or fewer, whose elimination adds no neighbours to others, are taken in rounds: a chain
+        is halved by each, and halves that are alike are computed once.
+        """
+        around = self._neighbours(v)
+        size = math.prod((self.problem.sizes[w] for w in around), start=self.problem.sizes[v])
         old = self._rank.get(v)
         if old is not None:
             self._heap[old].pop(v)
-        rank = size.bit_length()
+        rank = 0 if len(around) < 3 and size <= _SMALL else size.bit_length()
         self._rank[v] = rank
         self._heap.setdefault(rank, {})[v] = None
 
     def next(self) -> int:
-        """The variable whose elimination gives the smallest table."""
+        """The variable to be eliminated next."""
         return next(iter(self._heap[min(r for r, some in self._heap.items() if some)]))
 
     def eliminate(self, v: int) -> None:
