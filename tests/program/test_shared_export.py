@@ -10,9 +10,10 @@ import torch
 import torch.nn as nn
 
 import meshwright as mw
-from meshwright.errors import MeshwrightError
+from meshwright.errors import DesyncError, MeshwrightError, PassError
+from meshwright.passes import GradientMerge
+from meshwright.program.capture import build, shared_export
 from meshwright.program.capture import export as exporting
-from meshwright.program.capture import shared_export
 from meshwright.ranks import runtime
 
 MESH = mw.Mesh({"dp": 2})
@@ -209,6 +210,66 @@ def test_ranks_keep_nothing_alive(exports: list[int]) -> None:
         return held() is None
 
     assert mw.simulate(run, MESH) == [True, True]
+
+
+@pytest.fixture
+def weighed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ranks that found out what a loss is a mean over."""
+    ranks: list[int] = []
+    original = build.find_weight
+
+    def noted(*args: Any) -> Any:
+        ranks.append(vars(runtime.RT)["rank"])
+        return original(*args)
+
+    monkeypatch.setattr(build, "find_weight", noted)
+    return ranks
+
+
+def merged(loss: Any) -> list[float]:
+    """Two micro-steps; the losses."""
+    model = Net()
+    step = mw.compile_step(
+        model, loss, torch.optim.SGD(model.parameters(), lr=0.1), X, mesh=MESH, batch={"dp": mw.Shard(0)},
+        passes=[GradientMerge(2)],
+    )  # fmt: skip
+    return [step(X).item() for _ in range(2)]
+
+
+def test_what_a_loss_is_a_mean_over_is_found_once(weighed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = mw.simulate(lambda: merged(loss_of), MESH)
+    assert weighed == [0]
+    monkeypatch.setattr(shared_export, "is_shared", lambda: False)
+    assert mw.simulate(lambda: merged(loss_of), MESH) == shared
+    assert weighed == [0, 0, 1]
+
+
+def with_offset(values: list[float]) -> None:
+    offset = torch.full((2,), values[runtime.RT.rank])
+    merged(lambda m, x: (m(x) + offset).square().mean())
+
+
+def test_ranks_with_other_constants_find_it_themselves(weighed: list[int], exports: list[int]) -> None:
+    """Values of constants say whether two micro-batches see the same."""
+    mw.simulate(lambda: with_offset([1.0, 1.0]), MESH)
+    assert weighed == [0]
+    assert exports == [0, 0]  # the second one for twice the rows
+    with pytest.raises(DesyncError, match="different values of a plain tensor"):
+        mw.simulate(lambda: with_offset([1.0, 2.0]), MESH)
+    assert weighed == [0, 0, 1]
+
+
+def test_a_loss_that_is_no_mean_is_refused_in_the_same_words(
+    weighed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = []
+    for _ in range(2):
+        with pytest.raises(PassError) as caught:
+            mw.simulate(lambda: merged(lambda m, x: m(x).sum().exp()), MESH)
+        words.append(str(caught.value))
+        monkeypatch.setattr(shared_export, "is_shared", lambda: False)
+    assert weighed == [0, 0, 1]
+    assert words[0] == words[1]
 
 
 def test_two_batches_and_evaluation(exports: list[int]) -> None:

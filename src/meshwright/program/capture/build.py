@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,7 @@ from .optimizers import Given, as_one, parts_of
 from .partition import Assignment, partition
 from .refusals import without_anomaly_mode
 from .scale import LossScale
+from .shared_export import answered, constants_of
 from .stages import Given as StagesGiven
 from .stages import Homes, Stages, stages_of
 from .update import Update, update_of
@@ -202,9 +203,7 @@ def _build(
             with _hooks(model, mesh, plan, casts):
                 return capture(model, loss_fn, batch, mesh.device, casts.dtypes)
 
-        layouts = {s.node: completed.layouts[s.node] for s in captured.sources if s.kind == "batch"}
-        weighed = find_weight(captured, layouts, capture_again, batch, weighing)
-        counting, laid = _counting(captured, laid, weighed)
+        counting, laid = _counting(captured, laid, _weighed(captured, completed, capture_again, batch, weighing))
     update = None
     if optimizer is not None and train:
         update = update_of(optimizer, {id(p): n for n, p in model.named_parameters()})
@@ -219,6 +218,25 @@ def _build(
         [Recompute(), SplitCheckpoints(), *([ReshardAfterForward()] if plan.reshard_after_forward else [])]
     )
     return Built(captured, completed, laid, always(made), final, kept, update, decided, met, stages)
+
+
+def _weighed(
+    captured: Captured,
+    completed: Completed,
+    capture_again: Callable[[Any], Captured],
+    batch: Any,
+    weighing: Weighing,
+) -> Found:
+    """What the loss is a mean over: it depends on nothing but the graph, global layouts and values of constants."""
+    layouts = {s.node: completed.layouts[s.node] for s in captured.sources if s.kind == "batch"}
+    values = constants_of(s.value for s in captured.sources if s.value is not None)
+
+    def found() -> Found:
+        return find_weight(captured, layouts, capture_again, batch, weighing)
+
+    if values is None:
+        return found()
+    return answered(captured.answers, ("loss weight", *layouts.items(), weighing, values), found)
 
 
 def _counting(captured: Captured, laid: Assignment, found: Found) -> tuple[Captured, Assignment]:

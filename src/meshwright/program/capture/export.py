@@ -99,6 +99,7 @@ class Captured:
         regions: checkpointed calls, by the word for them that nodes have.
         mode: of the fake tensors.
         places: where the step found tensors that are not of the model's state.
+        answers: of ``shared_export.answered``.
     """
 
     module: fx.GraphModule
@@ -109,6 +110,7 @@ class Captured:
     regions: dict[str, Path] = field(default_factory=dict)
     mode: FakeTensorMode = field(default_factory=FakeTensorMode, repr=False)
     places: tuple[Place, ...] = ()
+    answers: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def graph(self) -> fx.Graph:
@@ -208,7 +210,7 @@ def capture(
     returned = exported.call_spec.out_spec
     return Captured(
         exported.graph_module, tuple(sources), tuple(output.args[0]), None if returned.is_leaf() else returned,
-        tied, done.regions, mode, _places(step.loss_fn, model, sources),
+        tied, done.regions, mode, _places(step.loss_fn, model, sources), done.answers,
     )  # fmt: skip
 
 

@@ -15,20 +15,23 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
 
+from ...collective.digest import digests
 from ...compat import FakeTensorMode, pytree
 from ...dispatch import disabled
+from ...errors import PassError
 from ...ranks import runtime
 from ...tensor import DistTensor
 from ..ir.regions import Path
 
 Tensor = torch.Tensor
+_T = TypeVar("_T")
 _KEPT = 2  # exports of a simulation, for steps that are captured in turn
 _ATOMS = (
     type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device, torch.Size, torch.layout,
@@ -177,6 +180,7 @@ class Exported:
         given: stand-ins of the leaves of the batch.
         mode: of the stand-ins.
         ours: where each tensor of the rank that exported is, to the one of this rank in its place.
+        answers: what was asked of the graph, and the answers, of all ranks that have this export.
     """
 
     program: Any
@@ -186,6 +190,7 @@ class Exported:
     given: list[Tensor]
     mode: FakeTensorMode
     ours: Mapping[Any, Tensor] = dataclasses.field(default_factory=dict)
+    answers: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def own(self, constant: Tensor) -> Tensor:
         """This rank's tensor in place of a constant of the graph."""
@@ -205,6 +210,33 @@ def keep(request: Request, exported: Exported) -> None:
     """Let other simulated ranks have an export, if its graph holds no object of the user's."""
     if _is_plain(exported.program.graph_module):  # tensors are left out: they live as long as others say
         _shelf().append((request.tokens, request.memory, exported, {runtime.RT.rank}))
+
+
+def answered(answers: dict[Any, Any], question: Any, answer: Callable[[], _T]) -> _T:
+    """What ``answer`` gives, or a PassError as it raises, asked once of all ranks that have one export.
+
+    Args:
+        question: all that the answer depends on besides the graph.
+    """
+    if question not in answers:
+        try:
+            answers[question] = answer()
+        except PassError as error:  # without its frames, which hold what this rank has
+            answers[question] = type(error), error.args
+            raise
+    known = answers[question]
+    if isinstance(known, tuple):
+        error_type, args = known
+        raise error_type(*args)
+    return known
+
+
+def constants_of(tensors: Iterable[Tensor]) -> tuple[Any, ...] | None:
+    """What tells the values of constants from others, on any rank; None where that cannot be told."""
+    read = [t for t in tensors if not t.is_meta]
+    if any(isinstance(t, DistTensor) or t.layout is not torch.strided for t in read):
+        return None
+    return tuple((t.dtype, t.shape, n) for t, n in zip(read, digests(read), strict=True))
 
 
 def _shelf() -> deque[tuple[list[Any], list[Any], Exported, set[int]]]:
