@@ -186,6 +186,7 @@ def attended(mesh: mw.Mesh, where: Where) -> Found:
     ways: dict[str, tuple[Any, int]] = {"causal": (None, 0), "window": (None, keys // 8), "documents": (ids, 0)}
     shapes = (2, 4, rows, 64), (2, 2, keys, 64), (2, 2, keys, 64), (2, 4, rows, 64)
     given = [torch.randn(shape, device=where.device, dtype=torch.float64) for shape in shapes]
+    given[2] += 1  # else the result is nearly zero, and what a backward makes of it is not seen
     found: Found = {"passed": True}
     for kernel in (*(k for k in TABLE if k.device == where.device), PLAIN):
         dtype = torch.bfloat16 if where.device == "cuda" and kernel is not PLAIN else torch.float32
@@ -307,13 +308,86 @@ def timed(where: Where, contender: str) -> Found:
     return {"passed": bool(torch.isfinite(loss.float())), **speed, "parameters": parameters, "losses": losses}
 
 
+OPS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": torch.add,
+    "mm": torch.mm,
+    "gelu": lambda x, _: nn.functional.gelu(x),
+}
+
+
+def one_op(where: Where) -> Found:
+    """Microseconds that the host takes for one op of a mesh of one, and those of its kernel."""
+    mesh = mw.init_mesh({"dp": 1}, device=where.device)
+    size, count = (32, 50) if where.small else (2048, 2000)
+    x, y = (torch.randn(size, size, device=where.device, dtype=torch.bfloat16) for _ in range(2))
+    laid = mw.shard_tensor(x, mesh, {"dp": mw.Shard(0)}), mw.shard_tensor(y, mesh, {})
+    found: Found = {"passed": True}
+    for name, op in OPS.items():
+        for who, (a, b) in (("plain", (x[:64, :64], y[:64, :64])), ("Meshwright", tuple(t[:64, :64] for t in laid))):
+            for _ in range(50):
+                op(a, b)
+            where.finish()
+            start = time.perf_counter()
+            for _ in range(count):
+                op(a, b)
+            found[f"{name}, {who}, host us"] = round((time.perf_counter() - start) / count * 1e6, 2)
+            where.finish()
+        if not where.small:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(100_000_000)  # else the kernels wait for the host
+            begin.record()
+            for _ in range(200):
+                op(x, y)
+            end.record()
+            where.finish()
+            found[f"{name}, kernel us"] = round(begin.elapsed_time(end) / 200 * 1e3, 2)
+    return found
+
+
+def overlap(where: Where) -> Found:
+    """How much of the copies of parameters on the host is hidden behind a forward and a backward."""
+    mesh = mw.init_mesh({"dp": 1}, device=where.device)
+    seconds: dict[str, float] = {}
+    for place in ("on the device", "on the host"):
+        plain, ids = _llama(where)
+        model = mw.shard_module(plain, mesh, offload="cpu" if place == "on the host" else None)
+        laid = mw.shard_tensor(ids, mesh, {"dp": mw.Shard(0)})
+        for timed_run in (False, True):
+            where.finish()
+            start = time.perf_counter()
+            for _ in range(3 if timed_run else 1):
+                loss_of(model, laid, laid).backward()
+                model.zero_grad()
+            where.finish()
+        seconds[place] = (time.perf_counter() - start) / 3
+    host = [torch.empty(p.shape, dtype=p.dtype, pin_memory=not where.small) for p in model.parameters()]
+    there = [torch.empty_like(t, device=where.device) for t in host]
+    where.finish()
+    start = time.perf_counter()
+    for _ in range(3):  # for the forward, for the backward; gradients go back
+        for a, b in ((there, host), (there, host), (host, there)):
+            for to, t in zip(a, b, strict=True):
+                to.copy_(t, non_blocking=True)
+    where.finish()
+    seconds["copies alone"] = (time.perf_counter() - start) / 3
+    hidden = seconds["on the device"] + seconds["copies alone"] - seconds["on the host"]
+    part = hidden / min(seconds["on the device"], seconds["copies alone"])
+    return {"passed": True, "hidden": round(part, 3), **{f"{k}, ms": round(s * 1e3, 2) for k, s in seconds.items()}}
+
+
+ALONE: dict[str, Callable[[Where], Found]] = {
+    **{name: partial(timed, contender=name) for name in CONTENDERS},
+    "one op": one_op,
+    "copies of offload, overlapped": overlap,
+}
+
 # ---------------------------------------------------------------------------------------------- processes
 
 
 def _ranked(name: str, where: Where, rank: int, folder: Path) -> Found:
     """What one process of a check or benchmark finds."""
-    if name in CONTENDERS:
-        return timed(where, name)
+    if name in ALONE:
+        return ALONE[name](where)
     sizes, check = CHECKS[name]
     world = torch.Size(sizes.values()).numel()
     backend = "gloo"
@@ -345,7 +419,7 @@ def work(name: str, where: Where, rank: int, folder: Path) -> None:
 
 def found_of(name: str, where: Where, limit: float) -> Found:
     """Run a check or benchmark in processes of its own; the first failure is the answer."""
-    world = 1 if name in CONTENDERS else torch.Size(CHECKS[name][0].values()).numel()
+    world = 1 if name in ALONE else torch.Size(CHECKS[name][0].values()).numel()
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -375,6 +449,8 @@ FIRST = (  # the most telling, in case the time is short; the others follow in t
     "plain PyTorch",
     "Meshwright",
     "Meshwright, captured",
+    "one op",
+    "copies of offload, overlapped",
     "captured step",
     "initial values and dropout",
     "kernels of attention",
@@ -390,7 +466,7 @@ LAST = ("torch.compile", "captured step, inductor")  # minutes, where a machine 
 
 def names_by_worth(containing: str = "") -> list[str]:
     """Names of checks and benchmarks that contain a text, the most telling first."""
-    every = [*FIRST, *(n for n in (*CHECKS, *CONTENDERS) if n not in (*FIRST, *LAST)), *LAST]
+    every = [*FIRST, *(n for n in (*CHECKS, *ALONE) if n not in (*FIRST, *LAST)), *LAST]
     return [name for name in every if containing in name]
 
 

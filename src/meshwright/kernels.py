@@ -10,6 +10,7 @@ of this module, and nowhere else; ``tests/project/test_kernels.py`` finds others
 | flash, memory-efficient and cuDNN attention | rows begin at a multiple of 16 bytes | copied |
 | flash, cuDNN, memory-efficient and CPU attention | head sizes: equal, or a multiple of 8 | padded with zeros |
 | memory-efficient and cuDNN attention | as many heads of keys as of queries | heads repeated, gradients added |
+| memory-efficient attention, backward | the result lies as (sequences, rows, heads, elements) | copied |
 | all kernels of attention | four dims, one dtype, device, no empty sequence | ``rules/attention_kernels.py`` |
 
 Each pair of functions has one signature.  Forward: query, key and value of (sequences, heads, rows, elements), whether
@@ -195,9 +196,10 @@ def efficient_attention_backward(
     """Run the backward of :func:`efficient_attention`.
 
     Logs of sums are filled up with infinity, as the forward fills them: rows behind the last weigh exp(-inf).
+    In half precision the kernel takes it for granted that heads of one row of the result follow each other.
     """
     tensors = _grouped_form(query, key, value)
-    g, made = (_aligned(_padded(t, tensors[2].shape[-1])).contiguous() for t in (grad, result))
+    g, made = (_padded(t, tensors[2].shape[-1]).transpose(1, 2).contiguous().transpose(1, 2) for t in (grad, result))
     rows = query.shape[2]
     filled = F.pad(logs, (0, _rounded(rows, _LOG_ROWS) - rows), value=math.inf).contiguous()
     seed, offset = _no_dropout(query)

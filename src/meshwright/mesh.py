@@ -75,8 +75,8 @@ class Mesh:
 
     @cached_property
     def everywhere(self) -> int:
-        """The set of all axes, as the mask of bits in which specs name axes."""
-        return (1 << len(self.sizes)) - 1
+        """The set of all axes of several ranks, as the mask of bits in which specs name axes."""
+        return sum(1 << a for a, n in enumerate(self.sizes) if n > 1)
 
     @property
     def shape(self) -> tuple[int, ...]:

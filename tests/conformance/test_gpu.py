@@ -42,6 +42,12 @@ def test_contenders_learn_alike(name: str) -> None:
     assert found["losses"] == pytest.approx(plain["losses"], rel=2e-2)
 
 
+def test_figures_of_one_process() -> None:
+    found = gpu.one_op(HERE)
+    assert {f"{op}, {who}, host us" for op in gpu.OPS for who in ("plain", "Meshwright")} <= found.keys()
+    assert gpu.overlap(HERE)["on the host, ms"] > 0
+
+
 def test_the_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = {"passed": False, "error": "RuntimeError: no", "traceback": ["..."], "seconds": 1.0}
     monkeypatch.setattr(gpu, "found_of", lambda name, where, limit: bad if "tp=3" in name else {"passed": True})
@@ -50,11 +56,11 @@ def test_the_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pyt
     assert gpu.main(["--out", str(out)]) == 1
     assert "FAILED    --verify tp=3: error RuntimeError: no, seconds 1.0" in out.read_text()
     assert list(json.loads(out.with_suffix(".json").read_text())["found"]) == gpu.names_by_worth()
-    assert sorted(gpu.names_by_worth()) == sorted([*gpu.CHECKS, *gpu.CONTENDERS])
+    assert sorted(gpu.names_by_worth()) == sorted([*gpu.CHECKS, *gpu.ALONE])
     assert gpu.main(["--only", "fused", "--out", str(out)]) == 0
     assert capsys.readouterr().out.startswith("there is no CUDA device: the checks run on the CPU, shrunken\n")
     assert gpu.main(["--seconds", "0", "--out", str(out)]) == 0
-    assert out.read_text().count("left out  ") == len(gpu.CHECKS) + len(gpu.CONTENDERS)
+    assert out.read_text().count("left out  ") == len(gpu.CHECKS) + len(gpu.ALONE)
 
 
 def test_the_report_is_written_after_each_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

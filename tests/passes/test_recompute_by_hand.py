@@ -129,13 +129,13 @@ def test_many_random_numbers_are_drawn_again() -> None:
     """Behind the state in front of the first; afterwards the generator goes on from where it was."""
     made, record = drawing(80)
     assert lines(made) == [
-        "cos = cos(x)", "random_state_default = random_state()", "bernoulli = bernoulli(cos, 0.5)",
+        "cos = cos(x)", "random_state_default = random_state(cpu)", "bernoulli = bernoulli(cos, 0.5)",
         "bernoulli_1 = bernoulli(x, 0.5)", "bernoulli_2 = bernoulli(bernoulli, 0.5)",
         "mul = mul(bernoulli, bernoulli_2)", "exp = exp(mul)",
-        "random_state_default_1 = random_state()", "set_random_state_default = set_random_state(random_state_default)",
+        "random_state_default_1 = random_state(cpu)", "set_random_state_default = set_random_state(random_state_default, cpu)",
         "cos_1 = cos(x)", "bernoulli_3 = bernoulli(cos_1, 0.5)", "bernoulli_4 = bernoulli(bernoulli_3, 0.5)",
         "mul_2 = mul(bernoulli_3, bernoulli_4)",
-        "set_random_state_default_1 = set_random_state(random_state_default_1)", "mul_1 = mul(exp, mul_2)",
+        "set_random_state_default_1 = set_random_state(random_state_default_1, cpu)", "mul_1 = mul(exp, mul_2)",
     ]  # fmt: skip
     roles = {n.name: info_of(n).role for n in made.graph.nodes}
     assert roles["random_state_default"] == "forward"

@@ -43,12 +43,22 @@ class On(TorchFunctionMode):
     def __init__(self, device: str) -> None:
         super().__init__()
         self.device, self.makers = torch.device(device), _device_constructors()
+        self.theirs: dict[int, tuple[torch.Generator, torch.Generator]] = {}
+
+    def _there(self, generator: torch.Generator) -> torch.Generator:
+        """A generator of the device in place of one of the host, with its seed."""
+        if id(generator) not in self.theirs:
+            own = torch.Generator(self.device).manual_seed(generator.initial_seed())
+            self.theirs[id(generator)] = generator, own
+        return self.theirs[id(generator)][1]
 
     def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if fn not in self.makers or kwargs.get("device") is not None:
-            return fn(*args, **kwargs)
         generator = kwargs.get("generator")
+        if fn not in self.makers or kwargs.get("device") is not None:
+            if generator is not None and generator.device.type != self.device.type and self.device.type != "meta":
+                kwargs["generator"] = self._there(generator)
+            return fn(*args, **kwargs)
         if generator is None or generator.device.type == self.device.type:
             return fn(*args, **{**kwargs, "device": self.device})
         made = fn(*args, **kwargs)

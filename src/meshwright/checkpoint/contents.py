@@ -20,6 +20,7 @@ from ..errors import CheckpointError
 from ..layout import Layout, Spec
 from ..local_tensor import bare
 from ..mesh import Mesh
+from ..ranks.generators import random_states
 from ..resharding import executor
 from ..resharding.planner import plan as plan_conversion
 from ..shard.optimizers.blocks import opaque
@@ -190,16 +191,8 @@ def gather(roles: Roles, mesh: Mesh, gradients: bool) -> Contents:
             ]
     if roles.program is not None:
         made.values["program"] = merge_state(roles.program, made.put)
-    for device, state in random_states(mesh).items():
+    for device, state in random_states(mesh.device).items():
         made.put(f"{RANDOM}/{device}", state)
-    return made
-
-
-def random_states(mesh: Mesh) -> dict[str, Tensor]:
-    """States of the default generators, by device."""
-    made = {"cpu": torch.random.get_rng_state()}
-    if mesh.device == "cuda":
-        made["cuda"] = torch.cuda.get_rng_state()
     return made
 
 
@@ -358,6 +351,6 @@ def _unnamed(p: Tensor) -> str:
 
 __all__ = [
     "GRADIENT", "OPTIMIZER", "OTHERS", "RANDOM", "Contents", "ModelTensors", "Roles", "check_host_generators",
-    "configurations", "gather", "group_names", "host_generators", "kind_of", "model_tensors", "random_states",
+    "configurations", "gather", "group_names", "host_generators", "kind_of", "model_tensors",
     "set_host_generators", "stored_spec",
 ]  # fmt: skip

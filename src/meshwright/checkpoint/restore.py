@@ -93,7 +93,7 @@ class Restore:
     def whole(self, name: str) -> Tensor:
         """A new tensor on the host, whole on all ranks."""
         spec = self.manifest.tensors[name]
-        return self.fill(name, torch.empty(tuple(spec.shape), dtype=spec.dtype))
+        return self.fill(name, torch.empty(tuple(spec.shape), dtype=spec.dtype, device="cpu"))
 
 
 def plan_restore(roles: Roles, manifest: Manifest, mesh: Mesh) -> Restore:

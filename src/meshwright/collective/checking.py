@@ -45,9 +45,9 @@ def _exchanged(words: Sequence[int] | Tensor, group: Group, call: Call) -> Calla
     link, over = group.link, group.words or group
     assert link is not None
     claimed = Claimed(group)
-    row = torch.zeros(2 + WORDS, dtype=torch.int64)
+    row = torch.zeros(2 + WORDS, dtype=torch.int64, device="cpu")
     row[0], row[1] = link.trace ^ mark(call), claimed.word
-    row[2 : 2 + len(words)] = torch.as_tensor(words)
+    row[2 : 2 + len(words)] = torch.as_tensor(words, device="cpu")
     if over is not group:
         link.began(call)  # as where the group itself carries it: what ranks are told names it
     rows = _gathered(row.to(over.device), over, call)
@@ -219,11 +219,11 @@ def small_all_reduce(x: Tensor, op: str, group: Group, call: Call) -> Tensor:
     A message takes as long with as without it.  The signature is that of all collectives of the group so far, so ranks
     that read different values, or that went different ways before, are told.
     """
-    words = torch.empty(-(-x.nbytes // 8), dtype=torch.int64)
+    words = torch.empty(-(-x.nbytes // 8), dtype=torch.int64, device="cpu")
     words.view(x.dtype)[: x.numel()] = x.reshape(-1)
     parts = _exchanged(words, group, call)().contiguous().view(x.dtype)[:, : x.numel()]
-    made: Tensor = _FOLD[op](parts, 0).to(x.dtype).view(x.shape)
-    return made
+    folded: Tensor = _FOLD[op](parts, 0).to(device=x.device, dtype=x.dtype).view(x.shape)  # parts are on the host
+    return folded
 
 
 def same_so_far(traces: Sequence[int], group: Group) -> None:

@@ -98,7 +98,7 @@ class _Leaving:
             return
         self.numbers = made = _numbers([u.digest for u in uses.values()])
         if made.is_cuda:
-            self.numbers = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
+            self.numbers = torch.empty(made.shape, dtype=made.dtype, device="cpu", pin_memory=True)
             self.numbers.copy_(made, non_blocking=True)
             self.event = torch.cuda.Event()
             self.event.record()

@@ -79,6 +79,11 @@ class _Back(Pending):
         super().__init__(None, sent, lambda p: back(p.wait()))
         self._sent = sent
 
+    @property
+    def staged(self) -> bool:
+        """Whether it is several collectives."""
+        return self._sent.staged
+
     def advance(self) -> None:
         """Start what is to come after the first of several collectives."""
         self._sent.advance()

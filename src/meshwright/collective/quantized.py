@@ -36,6 +36,11 @@ class Staged(Pending):
         super().__init__(None, first)
         self._begin: Callable[[Tensor], Pending] | None = begin
 
+    @property
+    def staged(self) -> bool:
+        """It is several collectives."""
+        return True
+
     def advance(self) -> None:
         """Wait for the first collective and start the second; all ranks must do so in one order."""
         begin, self._begin = self._begin, None

@@ -45,6 +45,11 @@ class Pending:
     def __init__(self, work: Any, result: Any, finish: Callable[[Any], Any] | None = None) -> None:
         self._work, self._result, self._finish = work, result, finish
 
+    @property
+    def staged(self) -> bool:
+        """Whether it is several collectives, of which :meth:`advance` starts the others."""
+        return False
+
     def advance(self) -> None:
         """Start what is to come after the first of several collectives; where there is one there is nothing to do."""
 

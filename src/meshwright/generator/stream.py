@@ -37,7 +37,8 @@ def fill(
     """Fill the part ``local`` of a tensor of ``spec``, in place, with what ``draw`` gives one device.
 
     Args:
-        local: what the rank at coordinate ``here`` holds; its order of elements is the logical one.
+        local: what the rank at coordinate ``here`` holds; its order of elements is the logical one.  On another device
+            than the mesh's (a parameter that is stored on the host) it gets what the mesh's draws.
         spec: spec of the whole tensor.
         here: coordinate of the rank.
         draw: called with a contiguous scratch tensor and the generator; fills the scratch.
@@ -51,6 +52,10 @@ def draw_own(
     local: Tensor, spec: Spec, here: Sequence[int], draw: Draw, kind: str, generator: Generator | None
 ) -> Tensor:
     """As :func:`fill`, with the same values on all ranks where the tensor is Partial."""
+    if local.device.type not in (spec.mesh.device, "meta"):  # one device would have drawn it there
+        drawn = torch.empty_like(local, device=spec.mesh.device)
+        with torch.no_grad():
+            return local.copy_(draw_own(drawn, spec, here, draw, kind, generator))
     order = _memory_order(local, spec)
     if spec.layout.blocks:  # the rows between those that it has are drawn and left out
         layout = spec.layout

@@ -86,8 +86,9 @@ class Spec:
             raise LayoutError(
                 f"Spec({shape!r}, {dtype!r}, {layout!r}): a tuple, a torch.dtype and a mw.Layout were expected"
             ) from None
-        reduced &= layout.replicated
-        undecided &= layout.replicated & ~reduced
+        several = layout.mesh.everywhere  # over an axis of one rank there is nothing to add up
+        reduced &= layout.replicated & several
+        undecided &= layout.replicated & several & ~reduced
         if sums is not None and not (dtype.is_floating_point or dtype.is_complex):
             sums = None
         key = (tuple(shape), dtype, layout, reduced, undecided, sums, wires)

@@ -25,9 +25,11 @@ from ..program.ir.nodes import VIEWS, NodeInfo, annotate, call, info_of, is_muta
 from ..program.ir.nodes import draws as random
 from ..program.ir.program import Program
 from ..program.ir.subgraphs import RECOMPUTATION, Rewrite, copied, read_instead
+from ..ranks.generators import random_states, set_random_states
 from .pass_manager import Pass, PassRecord, register
 
 aten = torch.ops.aten
+Tensor = torch.Tensor
 
 # Training, they write to their arguments 3 and 4, running statistics, without saying so.
 _STATISTICS = {
@@ -37,11 +39,22 @@ _STATISTICS = {
 
 _STATE = torch.default_generator.get_state().numel()
 _SEEDED = torch.Tag.nondeterministic_seeded  # they keep their place among what draws
+
+
+def _get_state(device: str) -> Tensor:
+    return torch.cat([*random_states(device).values()])
+
+
+def _set_state(state: Tensor, device: str) -> None:
+    set_random_states({"cpu": state[:_STATE], **({} if device == "cpu" else {device: state[_STATE:]})})
+
+
 GET_STATE = operator_of(
-    "random_state() -> Tensor", torch.get_rng_state, lambda: torch.empty(_STATE, dtype=torch.uint8), _SEEDED
-)
+    "random_state(str device) -> Tensor", _get_state,
+    lambda device: torch.empty(_STATE, dtype=torch.uint8, device="cpu"), _SEEDED,
+)  # fmt: skip
 SET_STATE = operator_of(
-    "set_random_state(Tensor state) -> ()", torch.random.set_rng_state, lambda state: None, _SEEDED
+    "set_random_state(Tensor state, str device) -> ()", _set_state, lambda state, device: None, _SEEDED
 )  # fmt: skip
 
 
@@ -191,11 +204,11 @@ class _Depth:
         """The generator's state in front of a node."""
         value = self.rewrite.value((_STATE,), torch.uint8)
         with self.graph.inserting_before(node):
-            return call(self.graph, GET_STATE.default, (), NodeInfo(role, value=value))
+            return call(self.graph, GET_STATE.default, (self.rewrite.program.mesh.device,), NodeInfo(role, value=value))
 
     def _set(self, node: fx.Node, state: fx.Node) -> None:
         with self.graph.inserting_before(node):
-            call(self.graph, SET_STATE.default, (state,), NodeInfo(RECOMPUTATION))
+            call(self.graph, SET_STATE.default, (state, self.rewrite.program.mesh.device), NodeInfo(RECOMPUTATION))
 
 
 def _drawn(members: Iterable[fx.Node]) -> list[fx.Node]:

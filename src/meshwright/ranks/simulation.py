@@ -24,6 +24,7 @@ from .. import compat, torch_changes
 from ..errors import CollectiveError, DesyncError, MeshError, MeshwrightError, takes
 from ..mesh import Mesh
 from . import runtime
+from .generators import random_states, set_random_states
 
 LEAVE = 1.0  # seconds that ranks have to end in, at each step, where a simulation is left before its end
 _HOME = threading.local()  # of the thread of a simulated rank: its simulation
@@ -130,8 +131,8 @@ class Simulation:
         self.underway: dict[tuple[int, ...], _Rendezvous] = {}
         self.mail: dict[tuple[int, ...], deque[tuple[Call, Any]]] = {}  # (from, to): what was sent and is not taken yet
         self.turns = {r: threading.Semaphore(0) for r in self.ranks}
-        start = torch.random.get_rng_state()
-        self.rng = dict.fromkeys(self.ranks, start)
+        self.device = mesh.device
+        self.rng = dict.fromkeys(self.ranks, random_states(self.device))
         flags = _Flags.now()
         self.flags = {r: flags._replace(parametrized=(flags.parametrized[0], {})) for r in self.ranks}
         self.results: dict[int, Any] = {}
@@ -151,7 +152,7 @@ class Simulation:
         """Hand the baton from ``rank`` to the next rank that can run; end the simulation if all ended."""
         if self.left:
             return
-        self.rng[rank], self.flags[rank] = torch.random.get_rng_state(), _Flags.now()
+        self.rng[rank], self.flags[rank] = random_states(self.device), _Flags.now()
         following = self._next(rank)
         if following is None and self.waits:
             table = "".join(
@@ -166,7 +167,7 @@ class Simulation:
         self.switches += 1
         self.running = following
         runtime.RT = self.runtimes[following]
-        torch.random.set_rng_state(self.rng[following])
+        set_random_states(self.rng[following])
         self.flags[following].set()
         self.turns[following].release()
 
@@ -358,7 +359,7 @@ class Simulation:
             raise
         finally:
             runtime.RT = outer
-            torch.random.set_rng_state(self.rng[self.ranks[0]])
+            set_random_states(self.rng[self.ranks[0]])
             flags.set()
         self._raise()
         return [self.results[r] for r in self.ranks]

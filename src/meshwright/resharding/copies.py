@@ -25,7 +25,7 @@ def _to_host(t: Tensor) -> Tensor:
     runtime.RT.counts.add_copy("to_host", t.nbytes)
     if not pins(t.device.type):
         return t.to(HOST, copy=True)
-    return torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t)
+    return torch.empty(t.shape, dtype=t.dtype, device=HOST, pin_memory=True).copy_(t)
 
 
 # What others on the device do later reads what was copied; the copy to the host is there when the call returns.

@@ -61,7 +61,7 @@ class Carrier:
     sums: dict[str, Tensor] = field(default_factory=dict)
     lie: dict[str, Spec | None] = field(default_factory=dict)
     scale: dict[str, Tensor] = field(default_factory=dict)
-    leftover: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64))
+    leftover: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64, device="cpu"))
 
 
 class Bound:
@@ -132,7 +132,7 @@ class Bound:
             return self.carrier.scale[given.name]
         if given.name == "leftover":
             return self.carrier.leftover
-        number = torch.tensor(0.0, dtype=torch.float64)
+        number = torch.tensor(0.0, dtype=torch.float64, device="cpu")
         self.numbers.append((int(given.name.rpartition(".")[2]), number))
         return number
 

@@ -22,6 +22,7 @@ import torch
 from ... import collective
 from ...errors import MeshwrightError, PassError
 from ...ranks import runtime
+from ...ranks.generators import random_states, set_random_states
 from ..ir.nodes import value_of
 from ..ir.program import Program
 from .bind import BACKENDS, Bound, Carrier, Ready
@@ -123,17 +124,8 @@ class Before:
     """What a call is about to change: random numbers, and tensors that a forward writes to."""
 
     def __init__(self, device: str) -> None:
-        self._device = None if device == "cpu" else torch.get_device_module(device)
-        self._states = self._now()
+        self._device, self._states = device, random_states(device)
         self._tensors: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def _now(self) -> tuple[Tensor, Tensor | None]:
-        return torch.get_rng_state(), None if self._device is None else self._device.get_rng_state()
-
-    def _set(self, states: tuple[Tensor, Tensor | None]) -> None:
-        torch.set_rng_state(states[0])
-        if self._device is not None and states[1] is not None:
-            self._device.set_rng_state(states[1])
 
     def copy(self, name: str, t: Tensor) -> Tensor:
         """A copy of a tensor as it was."""
@@ -143,7 +135,7 @@ class Before:
 
     def restore(self) -> None:
         """Let everything be as it was."""
-        self._set(self._states)
+        set_random_states(self._states)
         with torch.no_grad():
             for t, was in self._tensors.values():
                 t.copy_(was)
@@ -151,13 +143,13 @@ class Before:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Inside, the numbers are drawn that the call draws; behind, none has been, and nothing sent."""
-        now = self._now()
-        self._set(self._states)
+        now = random_states(self._device)
+        set_random_states(self._states)
         try:
             with uncounted():
                 yield
         finally:
-            self._set(now)
+            set_random_states(now)
 
 
 @contextmanager

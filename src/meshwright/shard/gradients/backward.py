@@ -105,8 +105,9 @@ class Backward:
         self.sync, self.over = sync, False
         self.plan = sync.buckets()
         self.left = [set(b.members) for b in self.plan.buckets]  # gradients that it has not brought yet
-        self.launched = self.served = 0
+        self.launched = self.served = self.settled = 0
         self.in_flight: list[InFlight] = []
+        self.staged: list[InFlight] = []  # those of them that have a second collective
         self.order: list[int] = []
         # Whether there is something for its end: one that only gathers weights again, some ranks do not have.
         self.brought = False
@@ -188,13 +189,18 @@ class Backward:
                 set_grad(p, None)
             if grads:
                 with serving("gradient", partial(names_of, [self.sync.params[i] for i in members])):
-                    self.in_flight.append(self._start(bucket, members, grads))
+                    self._send([self._start(bucket, members, grads)])
 
     def _advance_sums(self) -> None:
         """Start the second collective of reductions that have two, where all ranks do."""
         with torch.no_grad(), disabled():
-            for earlier in self.in_flight:
+            for earlier in self.staged:
                 earlier.advance()
+
+    def _send(self, started: Sequence[InFlight]) -> None:
+        """Keep reductions that were started."""
+        self.in_flight += started
+        self.staged += [s for s in started if s.pending.staged]
 
     def _start(self, bucket: Bucket, members: list[int], grads: list[Tensor]) -> InFlight:
         """Start the reduction of gradients that were taken from their parameters."""
@@ -248,9 +254,10 @@ class Backward:
         if not group.open and self.sync.enabled and self.sync.reduce is not None:
             with torch.no_grad(), disabled():
                 self._advance_sums()
-                for earlier in self.in_flight[:-1]:  # else whole gradients of all units are there in the end
-                    earlier.settle()
-            self.in_flight += self.sync.reduce(group.complete)
+                while self.settled < len(self.in_flight) - 1:  # else whole gradients of all units are there in the end
+                    self.in_flight[self.settled].settle()
+                    self.settled += 1
+            self._send(self.sync.reduce(group.complete))
 
     # -- the end --------------------------------------------------------------------------------------
 
@@ -270,7 +277,7 @@ class Backward:
         while self.launched < len(self.left):
             self._launch(self.launched)
         if sync.reduce is not None:  # contributions that other backwards left
-            self.in_flight += sync.reduce([sync.params[i] for i in sorted(sync.apart)])
+            self._send(sync.reduce([sync.params[i] for i in sorted(sync.apart)]))
         self._advance_sums()
         answers = sync.compare()
         late = self._late()

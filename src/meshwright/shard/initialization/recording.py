@@ -78,15 +78,15 @@ class Recording:
     Attributes:
         versions: memory to how often its tensors had been written to when it was last seen.
         number: of recordings, in the order in which they began.
-        start, end: states of the default generator around the first replay.
+        start, end: states of the default generators around the first replay, by device.
         failed: initialisations that raised on the meta device, with what they raised.
     """
 
     entries: list[RecordedCall] = field(default_factory=list)
     versions: dict[int, int] = field(default_factory=dict)
     number: int = field(default_factory=itertools.count().__next__)
-    start: Tensor | None = None
-    end: Tensor | None = None
+    start: dict[str, Tensor] = field(default_factory=dict)
+    end: dict[str, Tensor] = field(default_factory=dict)
     drawn: Tensor | None = None  # state of the default generator at the last random call
     pruned: int = 0
     failed: list[str] = field(default_factory=list)

@@ -18,6 +18,7 @@ from ... import compat
 from ...dispatch import disabled
 from ...errors import ShardError
 from ...ranks import runtime
+from ...ranks.generators import random_states, set_random_states
 from ...tensor import DistTensor
 from ...tensor.api import unshard
 from ..parameters.names import Names
@@ -190,7 +191,7 @@ def _replayed(known: Mapping[str, ValueOrigin], there: Mapping[str, Tensor], dev
         of = {n: o.ref for n, o in known.items() if o.recording is recording and o.ref is not None}
         targets = {ref: t if isinstance(t := there[n], DistTensor) else None for n, ref in of.items()}
         replay = Replay(recording, targets, device, draws)
-        with _from_its_start(recording) if draws else contextlib.nullcontext():
+        with _from_its_start(recording, str(device)) if draws else contextlib.nullcontext():
             values = replay.run()
         for name, ref in of.items():
             if ref not in values:
@@ -207,16 +208,15 @@ def _replayed(known: Mapping[str, ValueOrigin], there: Mapping[str, Tensor], dev
 
 
 @contextlib.contextmanager
-def _from_its_start(recording: Recording) -> Iterator[None]:
+def _from_its_start(recording: Recording, device: str) -> Iterator[None]:
     """A second model of one recording draws as on one device, where nothing was drawn or seeded since the first."""
-    state = torch.default_generator.get_state()
-    again = recording.start is not None and recording.end is not None and torch.equal(state, recording.end)
-    if again and recording.start is not None:
-        torch.default_generator.set_state(recording.start)
+    states = random_states(device)
+    if recording.end and all(k in recording.end and torch.equal(s, recording.end[k]) for k, s in states.items()):
+        set_random_states(recording.start)
     else:
-        recording.start = state
+        recording.start = states
     yield
-    recording.end = torch.default_generator.get_state()
+    recording.end = random_states(device)
 
 
 # ---------------------------------------------------------------------------------------------- without a recording

@@ -108,7 +108,7 @@ class Leaving:
         runtime.RT.counts.add_copy("to_host", t.nbytes)
         self.lane, self.made = Lane(device, back=True), t
         if t.device.type != HOST:
-            self.made = torch.empty(t.shape, dtype=t.dtype, pin_memory=pins(device))
+            self.made = torch.empty(t.shape, dtype=t.dtype, device=HOST, pin_memory=pins(device))
             with self.lane:
                 self.made.copy_(self.lane.reads(t), non_blocking=True)
 
