@@ -37,6 +37,11 @@ TELLING = (  # with `-m gpu`: about five minutes; the first ones first
 )
 
 
+APART = (  # PyTorch's GPU kernel of bernoulli with a tensor of probabilities draws in an order of its own (docs/gpu.md)
+    "test_probabilities_and_means_from_tensors", "test_gradients_of_draws_are_zeros", "test_a_generator_of_ones_own",
+)  # fmt: skip
+
+
 class On(TorchFunctionMode):
     """Inside, what makes a tensor makes it on a device, if nothing else is passed."""
 
@@ -90,7 +95,8 @@ def mark(items: list[pytest.Item]) -> None:
     """Mark the most telling simulated tests ``gpu``."""
     for item in items:
         apart = item.get_closest_marker("processes") or item.get_closest_marker("long")
-        if item.nodeid.split("::")[0] in TELLING and not apart:
+        where, _, name = item.nodeid.partition("::")
+        if where in TELLING and not apart and not name.startswith(APART):
             item.add_marker("gpu")
 
 
