@@ -89,6 +89,7 @@ CONTEXTS: tuple[str, ...] = (
     "checkpoint",
     "reentrant checkpoint",
     "shard_checkpoint_inputs",
+    "every layer checkpointed",  # and what it reads is sharded
     "forward hook",
     "tensor hook",
     "frozen",

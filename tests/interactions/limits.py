@@ -62,7 +62,13 @@ APART = [
     Apart(
         {
             "mode": BY_HAND,
-            "context": ("shard_checkpoint_inputs", "eval in between", "inference in between", "exception"),
+            "context": (
+                "shard_checkpoint_inputs",
+                "every layer checkpointed",
+                "eval in between",
+                "inference in between",
+                "exception",
+            ),
         },
         "options of the package, or written otherwise",
     ),
@@ -79,7 +85,12 @@ APART = [
         {
             "mode": (*CAPTURED, *BY_HAND),
             "block": "batch norm",
-            "context": ("checkpoint", "reentrant checkpoint", "shard_checkpoint_inputs"),
+            "context": (
+                "checkpoint",
+                "reentrant checkpoint",
+                "shard_checkpoint_inputs",
+                "every layer checkpointed",
+            ),
         },
         "program.md: buffers that a checkpoint writes to are written to once, by PyTorch twice",
     ),

@@ -95,18 +95,25 @@ class Net(nn.Module):
         for i, layer in enumerate(self.layers):
             y = restride(h, made["values"]) if i == 0 else h
             if i == 0 and how in ("checkpoint", "reentrant checkpoint", "shard_checkpoint_inputs"):
-                with (
-                    mw.shard_checkpoint_inputs({last_axis(made): mw.Shard(1)})
-                    if self._splits()
-                    else contextlib.nullcontext()
-                ):
+                with self._splitting():
                     h = h + checkpoint(layer, y, ids, use_reentrant=how.startswith("reentrant"))
+            elif how == "every layer checkpointed":
+                with self._splitting():
+                    h = checkpoint(_residual, layer, h, y, ids, use_reentrant=False)
             else:
                 h = h + layer(y, ids)
         return self.head(h)
 
-    def _splits(self) -> bool:
-        return self.made["context"] == "shard_checkpoint_inputs" and not self.plain
+    def _splitting(self) -> contextlib.AbstractContextManager[None]:
+        if self.plain or self.made["context"] not in ("shard_checkpoint_inputs", "every layer checkpointed"):
+            return contextlib.nullcontext()
+        return mw.shard_checkpoint_inputs({last_axis(self.made): mw.Shard(1)})
+
+
+def _residual(layer: nn.Module, h: Tensor, y: Tensor, ids: Tensor) -> Tensor:
+    """A layer with two residuals: the backward needs the first sum again."""
+    h = h + layer(y, ids)
+    return h + 0.1 * h.sin()
 
 
 def _hook_gradient(module: nn.Module, args: Any, out: Tensor) -> None:

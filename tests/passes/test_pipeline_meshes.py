@@ -9,7 +9,21 @@ import torch
 
 import meshwright as mw
 from tests.support.processes import run_processes
-from tests.support.stages import DP, TP, Attention, Block, Dropped, Experts, Noisy, Sampled, ignoring, one_device, steps
+from tests.support.stages import (
+    DP,
+    TP,
+    Attention,
+    Block,
+    Checkpointed,
+    Dropped,
+    Experts,
+    Noisy,
+    Sampled,
+    data,
+    ignoring,
+    one_device,
+    steps,
+)
 
 CP = {"cp": mw.Shard(1)}
 EP = {"layers.*.gate_up": {"ep": mw.Shard(0)}, "layers.*.down": {"ep": mw.Shard(0)}}
@@ -113,6 +127,18 @@ def test_what_one_stage_draws_is_drawn_by_all(blocks: Any) -> None:
 
     first, second = mw.simulate(run, mesh)
     assert torch.equal(first, second)
+
+
+def test_checkpointed_layers_run_again_at_their_stage() -> None:
+    """The first residual of a layer adds a value of the stage before, and is needed again in the backward."""
+    axes = {"pp": 2, "tp": 2}
+    how: dict[str, Any] = {"layouts": TP, "blocks": (Checkpointed,) * 2}
+    losses, wanted = one_device([data(0, 3)], blocks=how["blocks"])
+    for found, params in mw.simulate(
+        lambda: steps(mw.Mesh(axes), [data(0, 3)], "micro_batches=2", **how), mw.Mesh(axes)
+    ):
+        assert found == pytest.approx(losses, abs=1e-13)
+        assert max((params[n] - wanted[n]).abs().max().item() for n in wanted) < 1e-14
 
 
 def test_numbers_drawn_by_values_of_one_stage_are_refused() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 
@@ -41,6 +42,15 @@ class Attention(Block):
         q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 3).permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return super().forward(x + self.out(mixed.transpose(1, 2).reshape(x.shape)))
+
+
+class Checkpointed(Attention):
+    """Runs again for its backward, which needs the first sum with the residual; keeps shards of what it reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with mw.shard_checkpoint_inputs({"tp": mw.Shard(1)}):
+            made: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return made
 
 
 class Experts(nn.Module):

@@ -90,16 +90,23 @@ class _Kept(Rewrite):
         moved = {s.kind for s in cut.steps} == {"slice"} and {s.kind for s in back.steps} == {"all_gather"}
         if not moved or spec.local_shape(here) != value.shape or not is_dense(value.shape, value.strides):
             return []
-        with self.graph.inserting_after(node):
-            kept = self._cut(node, value, cut, here)
-        with self.graph.inserting_before(later[0]):
-            whole = self._gathered(node, kept, back, here, value)
-        read_instead(later, {node: whole})
-        return [(sum(v.nbytes for v in info_of(kept).values), value.nbytes)]
+        held, by_stage = list[tuple[int, int]](), defaultdict[int | None, list[fx.Node]](list)
+        for reader in later:  # each stage keeps a shard, and gathers it for its backward
+            by_stage[info_of(reader).stage].append(reader)
+        for stage, readers in by_stage.items():
+            origin = NodeInfo(line=info_of(node).line, source=info_of(node).source, stage=stage)
+            kept = self._cut(node, origin, value, cut, here)
+            with self.graph.inserting_before(readers[0]):
+                whole = self._gathered(origin, kept, back, here, value)
+            read_instead(readers, {node: whole})
+            held.append((sum(v.nbytes for v in info_of(kept).values), value.nbytes))
+        return held
 
-    def _cut(self, node: fx.Node, value: Value, plan: ConversionPlan, here: tuple[int, ...]) -> fx.Node:
+    def _cut(
+        self, node: fx.Node, origin: NodeInfo, value: Value, plan: ConversionPlan, here: tuple[int, ...]
+    ) -> fx.Node:
         """This rank's part, in memory of its own."""
-        info, made, shape = info_of(node), node, list(value.shape)
+        made, shape, of = node, list(value.shape), replace(origin, role="forward")
         for step in plan.steps:
             for axis in step.axes:
                 d = _dim(step.dst, axis)
@@ -108,29 +115,29 @@ class _Kept(Rewrite):
                 looks = replace(value, shape=tuple(shape), given=unless_row_major(tuple(shape), value.strides))
                 args = (made, d, lo, hi)
                 with self.graph.inserting_after(made):
-                    made = call(self.graph, aten.slice.Tensor, args, NodeInfo("forward", info.line, info.source, looks))
-        own = NodeInfo("forward", info.line, info.source, self.value(shape, value.dtype))
+                    made = call(self.graph, aten.slice.Tensor, args, replace(of, value=looks))
+        own = replace(of, value=self.value(shape, value.dtype))
         with self.graph.inserting_after(made):
             return call(self.graph, aten.clone.default, (made,), own, {"memory_format": torch.contiguous_format})
 
     def _gathered(
-        self, node: fx.Node, kept: fx.Node, plan: ConversionPlan, here: tuple[int, ...], value: Value
+        self, origin: NodeInfo, kept: fx.Node, plan: ConversionPlan, here: tuple[int, ...], value: Value
     ) -> fx.Node:
         """The whole again, with the strides that it had."""
-        info, made = info_of(node), kept
+        made, of = kept, replace(origin, role=RECOMPUTATION)
         said = record.make("shard_checkpoint_inputs", 0, plan, REASON)
-        self.causes.append(replace(said, line=info.line, phase=RECOMPUTATION, backward_bytes=0.0))
+        self.causes.append(replace(said, line=of.line, phase=RECOMPUTATION, backward_bytes=0.0))
         for step in plan.steps:
             (axis,) = step.axes
             mesh, d = step.src.mesh, _dim(step.src, axis)
             sizes = [step.src.local_shape((*here[:axis], i, *here[axis + 1 :]))[d] for i in range(mesh.sizes[axis])]
             whole = self.value(step.dst.local_shape(here), value.dtype)
-            own = NodeInfo(RECOMPUTATION, info.line, info.source, whole, len(self.causes) - 1)
+            own = replace(of, value=whole, cause=len(self.causes) - 1)
             args = (made, d, sizes, mesh.axes[axis], mesh_text(mesh))
             made = call(self.graph, OPERATORS["all_gather"].default, args, own)
         if value.given is not None:
             laid = self.value(value.shape, value.dtype, value.given)
-            own = NodeInfo(RECOMPUTATION, info.line, info.source, laid)
+            own = replace(of, value=laid)
             made = call(self.graph, LAID.default, (made, list(value.given)), own)
         return made
 

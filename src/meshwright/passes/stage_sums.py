@@ -19,7 +19,7 @@ from ..layout import At, Spec
 from ..program.ir.inplace import storages
 from ..program.ir.nodes import UPDATE, NodeInfo, annotate, call, checked_value, info_of, is_mutating, is_sum
 from ..program.ir.program import Input, Message, Output, Program
-from ..program.ir.subgraphs import new_storage, read_instead
+from ..program.ir.subgraphs import new_storage, of_forward, read_instead
 from .batch_weights import UPDATE_WEIGHTS
 from .gradient_merge import Contributions, unsent
 
@@ -90,7 +90,7 @@ def in_order_of_stages(program: Program) -> None:
     stages = _stages(program)
     for node in reversed(list(program.graph.nodes)):
         info = info_of(node)
-        if node._erased or node.target is not aten.add.Tensor or info.role == "forward" or info.grad_of:
+        if node._erased or node.target is not aten.add.Tensor or of_forward(node) or info.grad_of:
             continue
         terms = list(_terms(node))
         of: dict[int, list[fx.Node]] = {}
@@ -138,7 +138,7 @@ def _stages(program: Program) -> dict[fx.Node, int]:
         stage = info_of(node).stage
         known = [made[n] for n in node.all_input_nodes if n in made]
         if node.op == "call_function" and (stage is not None or known):
-            made[node] = stage if stage is not None else max(known) if info_of(node).role == "forward" else min(known)
+            made[node] = stage if stage is not None else max(known) if of_forward(node) else min(known)
     return made
 
 
@@ -158,7 +158,8 @@ def _joined(node: fx.Node, whole_sums: bool) -> tuple[list[fx.Node], fx.Node]:
 
 def _terms(node: fx.Node) -> Iterator[fx.Node]:
     """What is added up to a node."""
-    if node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs and len(node.all_input_nodes) == 2:
+    is_sum_of_two = node.target is aten.add.Tensor and len(node.args) == 2 and len(node.all_input_nodes) == 2
+    if is_sum_of_two and not node.kwargs and not of_forward(node):
         for term in node.all_input_nodes:
             yield from _terms(term) if len(term.users) == 1 else (term,)
     else:

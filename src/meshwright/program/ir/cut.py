@@ -21,6 +21,7 @@ from ...layout import At
 from .inplace import follow, storages, written
 from .nodes import VIEWS, NodeInfo, annotate, checked_value, draws, info_of, is_mutating, target_name, value_of
 from .program import Input, Message, Output, Program
+from .subgraphs import of_forward
 
 aten = torch.ops.aten
 
@@ -276,7 +277,7 @@ class _Cut:
             self.at[node] = info.stage
         else:
             known = known or self._summed_at(node)
-            self.at[node] = None if not known else max(known) if self.forward[node] else min(known)
+            self.at[node] = None if not known else max(known) if of_forward(node) else min(known)
 
     def _summed_at(self, node: fx.Node) -> list[int]:
         """Where a gradient is added up that no value of a stage is part of: the same number for all batches."""

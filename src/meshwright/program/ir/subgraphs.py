@@ -28,6 +28,11 @@ RECOMPUTATION = "recomputation"  # the role of what runs again
 _LATER = ("backward", RECOMPUTATION)
 
 
+def of_forward(node: fx.Node) -> bool:
+    """Whether a node computes a value of the forward, for the first time or again."""
+    return info_of(node).role in ("forward", RECOMPUTATION)
+
+
 def new_storage(graph: fx.Graph) -> int:
     """A number that no storage of a program has, nor any number above it."""
     return 1 + max((s for n in graph.nodes for s in storages(n)), default=0)
