@@ -313,3 +313,27 @@ def test_shard_states_an_axis_that_sums_gradients_and_one_that_does_not(over: tu
     want = trained(False)
     for made in mw.simulate(lambda: trained(True), mesh):
         torch.testing.assert_close(made, want, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_without_elements_on_a_rank_are_gathered_again_as_on_the_others() -> None:
+    """A convolution refuses empty tensors and is padded there: its backward reads the padded weight."""
+
+    def net() -> nn.Module:
+        return made_of(lambda: nn.Sequential(nn.Conv1d(2, 2, 1), nn.Tanh(), nn.Conv1d(2, 1, 3)).double())
+
+    def run() -> dict[str, Tensor]:
+        model = net()
+        layouts = {"*.weight": {"tp": mw.Shard(0)}, "*.bias": {"tp": mw.Shard(0)}}
+        step = mw.compile_step(
+            model, lambda m, b: m(b).square().mean(), None, x, mesh=BOTH, layouts=layouts, fsdp="dp", gradients=True,
+            batch={"dp": mw.Shard(0)},
+        )  # fmt: skip
+        step(x)
+        return {n: mw.unshard(p.grad) for n, p in model.named_parameters()}
+
+    x = torch.randn(3, 2, 4, dtype=torch.double, generator=torch.Generator().manual_seed(0))
+    one = net()
+    one(x).square().mean().backward()
+    for got in mw.simulate(run, BOTH):
+        for name, p in one.named_parameters():
+            torch.testing.assert_close(got[name], p.grad)

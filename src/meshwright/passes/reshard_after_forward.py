@@ -7,9 +7,10 @@ What the forward wrote to it is part of that: it was brought to the stored param
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+import torch
 import torch.fx as fx
 
 from ..program.ir.inplace import returned
@@ -17,6 +18,8 @@ from ..program.ir.nodes import VIEWS, checked_value, info_of, is_mutating, remov
 from ..program.ir.program import Program
 from ..program.ir.subgraphs import Rewrite, copied, read_instead
 from .pass_manager import Pass, PassRecord, register
+
+aten = torch.ops.aten
 
 
 @register
@@ -37,7 +40,8 @@ class ReshardAfterForward(Pass):
     def apply(self, program: Program) -> tuple[Program, PassRecord]:
         """The program whose backward has gathers of its own."""
         made = Rewrite(copied(program))
-        again = [n for n in made.order if _ends(n) and _repeat(made, n)]
+        constants = _constants(made.graph)
+        again = [n for n in made.order if _ends(n) and _repeat(made, n, constants)]
         remove_dead(made.graph)
         nbytes = sum(checked_value(n).nbytes for n in again)
         summary = f"{len(again)} parameters are gathered again for the backward"
@@ -53,20 +57,42 @@ def _ends(node: fx.Node) -> bool:
     )
 
 
-def _views(node: fx.Node) -> Iterator[fx.Node]:
-    """A node and the views of it that the forward made, what its writes give included."""
+def _views(node: fx.Node, constants: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """A node and the views of it that the forward made, what its writes give included.
+
+    Of a parameter without elements on this rank, what is padded for kernels that refuse empty tensors counts as well:
+    other ranks read the parameter in the backward where this one reads that.
+    """
     yield node
+    is_empty = 0 in checked_value(node).shape
     for user in node.users:
         looks = (
             user.target in VIEWS or user.target is operator.getitem or (is_mutating(user) and returned(user) is node)
         )
-        if looks and info_of(user).role == "forward":
-            yield from _views(user)
+        pads = is_empty and user.target is aten.constant_pad_nd.default
+        if (looks or pads) and info_of(user).role == "forward":
+            yield from _views(user, constants)
+            if pads:
+                yield from (u for u in user.users if u.target is aten.add.Tensor and _adds(u, user, constants))
 
 
-def _repeat(made: Rewrite, gathered: fx.Node) -> bool:
+def _adds(node: fx.Node, padded: fx.Node, constants: Collection[fx.Node]) -> bool:
+    """Whether a node adds a constant to what was padded."""
+    return info_of(node).role == "forward" and all(n is padded or n in constants for n in node.all_input_nodes)
+
+
+def _constants(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose values depend on no input of the program."""
+    found = set[fx.Node]()
+    for node in graph.nodes:
+        if node.op == "call_function" and not is_mutating(node) and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _repeat(made: Rewrite, gathered: fx.Node, constants: Collection[fx.Node]) -> bool:
     """Whether the backward needed a gather of its own, and got one."""
-    whole = set(_views(gathered))
+    whole = set(_views(gathered, constants))
     readers = made.readers(whole)
     stack = [n for r in readers for n in r.all_input_nodes if n in whole]
     again = set[fx.Node]()
