@@ -279,17 +279,27 @@ class Eager(Training):
 class Captured(Training):
     def build(self, again: bool) -> None:
         made, rank, mode = self.made, self.rank, MODES[self.made["mode"]]
-        micro, how = MICRO[made["micro"]], UPDATES[made["update"]]
+        micro = MICRO[made["micro"]]
         self.optimizers = program.optimizers(made, self.model)
         passes = list(mode.get("passes", []))
         if program.pipelined(made):
             passes.append(f"pipeline:micro_batches={micro},schedule={made['schedule']}")
         elif micro > 1:
-            # Where the mesh does not shard the rows, they are said to be in the second dim.
-            rows = ",rows_dim=1" if made["inputs"] == "sequence first" and "dp" not in rank.mesh.axes else ""
-            passes.append(f"gradient-merge:k_steps={micro}{rows}")
+            passes.append(f"gradient-merge:k_steps={micro}")
         example = turned(made, program.batches(made)[0][0])
-        self.compiled = mw.compile_step(
+        try:
+            self.compiled = self._compile(example, passes, again)
+        except mw.errors.PassError as error:
+            if "pass rows_dim=" not in str(error):
+                raise
+            passes[-1] += f",rows_dim={int(made['inputs'] == 'sequence first')}"  # as it asks
+            self.compiled = self._compile(example, passes, again)
+        if not again:
+            rank.load(self.model)
+
+    def _compile(self, example: Batch, passes: list[str], again: bool) -> Any:
+        made, rank = self.made, self.rank
+        return mw.compile_step(
             self.model,
             lambda m, b: loss_of(made, m, b),
             self.optimizers or None,
@@ -297,15 +307,13 @@ class Captured(Training):
             mesh=self.mesh,
             layouts=rank.layouts(self.model, again),
             batch=placed(made, example),
-            clip_grad_norm=how.get("clip"),
+            clip_grad_norm=UPDATES[made["update"]].get("clip"),
             gradients=not self.optimizers,
             precision=rank.precision(),
             passes=passes,
-            stages={"pp": "layers"} if mode.get("stages") else None,
+            stages={"pp": "layers"} if MODES[made["mode"]].get("stages") else None,
             **rank.storage(self.model, again),
         )
-        if not again:
-            rank.load(self.model)
 
     def step(self, micro: list[Batch], i: int, result: Result) -> None:
         for k, batch in enumerate(micro):
