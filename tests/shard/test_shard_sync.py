@@ -14,6 +14,7 @@ import meshwright as mw
 from meshwright import collective
 from meshwright.errors import ShardError
 from meshwright.ranks import runtime
+from meshwright.shard.gradients.backward import Backward
 from tests.support.shard_networks import TP, Net, batches, loss_of, net, same_values, trained
 
 Tensor = torch.Tensor
@@ -97,6 +98,23 @@ def test_gradients_have_the_layout_of_their_parameters() -> None:
             assert p.grad.spec.layout == p.spec.layout  # type: ignore[attr-defined]
 
     mw.simulate(fn, BOTH)
+
+
+def test_over_an_axis_of_one_rank_nothing_is_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, started = mw.Mesh({"dp": 1, "tp": 2}), []
+    start = Backward._start
+    monkeypatch.setattr(Backward, "_start", lambda self, *a: started.append(a) or start(self, *a))
+
+    def run() -> None:
+        model = mw.shard_module(net(), mesh, TP)
+        for _ in range(2):  # the second is added to the first
+            once(model, split(IDS, mesh))
+        for p in model.parameters():
+            assert p.grad is not None
+            assert p.grad.spec.layout == p.spec.layout  # type: ignore[attr-defined]
+
+    mw.simulate(run, mesh)
+    assert not started
 
 
 def test_several_axes_are_reduced_over_one_flattened_group() -> None:
