@@ -12,6 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 Tensor = torch.Tensor
 LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
+KERNELS: dict[str, Callable[..., Any]] = {}  # by the names of operators; written files have their sources
 FUNCTIONS = "meshwright_functions::"  # calls of the user's autograd.Functions, in a captured graph
 
 
@@ -21,6 +22,7 @@ def operator(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], 
     For kernels that work block by block, which would be many nodes.
     """
     name = LIBRARY.define(schema, tags=tags)
+    KERNELS[name] = kernel
     LIBRARY.impl(name, torch.no_grad()(kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"meshwright::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.meshwright, name)
@@ -65,4 +67,4 @@ class Internal:
 
 internal = Internal
 
-__all__ = ["FUNCTIONS", "GIVEN", "INTERNAL", "KEPT", "Internal", "internal", "kept_whole", "operator"]
+__all__ = ["FUNCTIONS", "GIVEN", "INTERNAL", "KEPT", "KERNELS", "Internal", "internal", "kept_whole", "operator"]

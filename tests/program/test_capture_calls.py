@@ -270,7 +270,7 @@ def test_the_line_is_the_models_and_not_that_of_a_librarys_helper(library: Any, 
             return self.h(x).mean() * float(x.sum())  # type: ignore[no-any-return]
 
     text = refusal(Model(), X)
-    assert "what it does next depends on the value of a tensor" in text
+    assert "it branches on the value of a tensor" in text
     assert "test_capture_calls.py:" in text
     assert "library.py" not in text
 
@@ -299,7 +299,7 @@ def ctc(model: Any, x: Tensor) -> Tensor:
     ("loss", "text"),
     [
         (batch_norm, r"give the BatchNorm a momentum \(0.1\)"),
-        (ctc, "ctc_loss makes shapes from the lengths"),
+        (ctc, "shapes in ctc_loss depend on the lengths"),
     ],
 )
 def test_known_code_says_what_to_write(loss: Callable[[Any, Any], Any], text: str) -> None:

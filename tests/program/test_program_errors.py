@@ -58,7 +58,7 @@ def by_shape(model: nn.Module, x: Any) -> Any:
 def test_steps_that_depend_on_values(loss: Any) -> None:
     refused(
         lambda: compiled(loss), CaptureError,
-        r"Linear cannot be captured: what it does next depends on the value .*torch.where.*test_program_errors.py:\d+",
+        r"Linear cannot be captured: it branches on the value .*torch.where.*test_program_errors.py:\d+",
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ LAYERS = (
     *("shard.parameters", "shard.gradients", "shard.units", "shard.initialization", "shard.modules"),
     *("shard.optimizers", "shard.data", "shard"),
     *("program.ir", "program.check", "passes", "program.capture", "program.run", "program", "explanation"),
+    "program.standalone",
     *(
         "program.step",
         "program.compile",
@@ -48,7 +49,7 @@ LAYERS = (
 # program reads the calls of torch.distributed in steps that users wrote by hand; it makes none.
 USE_TORCH_DISTRIBUTED = {
     *("collective", "failures", "mesh", "layout", "ranks.runtime", "ranks.process_group", "tensor.api", "train", "cli"),
-    *("program.capture", "program.compile"),
+    *("program.capture", "program.compile", "program.standalone"),
 }
 READ_ENVIRONMENT = {"ranks.launchers"}
 TORCH_DISTRIBUTED = ("torch.distributed", "torch._C._distributed_c10d")

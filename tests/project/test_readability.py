@@ -10,20 +10,7 @@ import pytest
 from tests.support.readability import LIMITS, PAGES, ROOT, Figures, measure
 
 NOT_YET = {
-    "docs/agreement.md": Figures(22.6, 35.9, 14.1),
-    "docs/capture-local.md": Figures(18.2, 19.2, 12.7),
-    "docs/check.md": Figures(22.7, 34.5, 25.6),
-    "docs/context.md": Figures(20.8, 29.6, 14.1),
-    "docs/contributing.md": Figures(14.6, 14.5, 36.0),
     "docs/design.md": Figures(24.7, 43.2, 22.5),
-    "docs/families.md": Figures(25.1, 40.0, 10.3),
-    "docs/figures.md": Figures(19.6, 18.8, 6.0),
-    "docs/glossary.md": Figures(19.0, 0.0, 15.8),
-    "docs/precision.md": Figures(22.1, 30.5, 23.1),
-    "docs/reductions.md": Figures(21.7, 16.7, 2.3),
-    "docs/rules.md": Figures(18.4, 24.5, 14.8),
-    "docs/seeds.md": Figures(19.8, 25.0, 18.0),
-    "docs/versions.md": Figures(20.6, 31.2, 20.3),
 }
 NAMES = [p.relative_to(ROOT).as_posix() for p in PAGES]
 

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -41,6 +43,7 @@ from .run.peers import Peers, doing
 from .run.pipeline import check_rows, cut_batch
 from .run.proof import Check
 from .run.proofs import Proofs
+from .standalone import sections_of, to_python
 
 if TYPE_CHECKING:
     from .capture.conditions import Conditions
@@ -310,6 +313,43 @@ class CompiledStep:
     def explain(self) -> Explanation:
         """Every collective of the step and why, where layouts came from, bytes and memory."""
         return explain_program(self.program, self.ledger)
+
+    def to_python(self, path: str | PathLike[str]) -> Path:
+        """Write this step as a Python file that needs only torch. All ranks call it together.
+
+        The file has every kernel and every `torch.distributed` call, with your lines and the layouts as comments;
+        repeated blocks are functions. `torchrun FILE BATCHES.pt` trains without Meshwright, with the same bits. Each
+        rank's weights, optimizer states and learning rates lie beside it: `step.rank0.pt` and so on.
+
+        Args:
+            path: The file to write, `step.py`.
+
+        Returns:
+            The path.
+
+        Raises:
+            ProgramError: If the step has pipeline stages, an optimizer that runs after the program, or an op that
+                torch alone does not have; on all ranks.
+
+        Examples:
+            ```python
+            mesh = mw.Mesh({"dp": 2})
+
+
+            def write():
+                model = nn.Linear(4, 1)
+                optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(4, 4)
+                options = {"mesh": mesh, "batch": {"dp": mw.Shard(0)}}
+                step = mw.compile_step(model, lambda model, x: model(x).sum(), optimizer, batch, **options)
+                return step.to_python("step.py").name
+
+
+            assert mw.simulate(write, mesh) == ["step.py", "step.py"]
+            ```
+        """
+        sections = {} if self.built is None else sections_of(self.built.captured.module.graph)
+        self.program  # of a program for many sizes: as captured for this one  # noqa: B018
+        return to_python(self._current, path, sections, pytree.tree_unflatten([0] * self._tree.num_leaves, self._tree))
 
     def train(self, mode: bool = True) -> CompiledStep:
         """Train (or, with False, only compute the loss) from now on; the model's modules are switched too."""

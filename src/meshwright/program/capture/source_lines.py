@@ -136,9 +136,9 @@ _KNOWN = (
         "train eagerly;", text, always=True)
         for file, text in (("torch/nn/utils/rnn.py", ""), ("torch/nn/modules/rnn.py", r"torch\.zeros\(|batch_sizes"))
     ),
-    Known("torch/nn/functional.py", "ctc_loss", "ctc_loss makes shapes from the lengths of targets; train eagerly;"),
+    Known("torch/nn/functional.py", "ctc_loss", "shapes in ctc_loss depend on the lengths of targets; train eagerly;"),
     Known(
-        "", "forward", "a CTC loss looks at labels, and makes shapes from their lengths; train eagerly;",
+        "", "forward", "a CTC loss reads labels, and its shapes depend on their lengths; train eagerly;",
         r"labels\.max\(\) >= self\.config\.vocab_size",
     ),
     Known(
@@ -164,8 +164,8 @@ def instead(node: fx.Node | None, otherwise: str) -> str:
 # ---------------------------------------------------------------------------------------------- reasons
 
 _VALUES = (
-    "what it does next depends on the value of a tensor (if, while, .item(), a shape made from values), and a captured "
-    "program does the same in every step: "
+    "it branches on the value of a tensor (if, while, .item(), a shape from values), and a captured program runs the "
+    "same ops in every step: "
 )
 _MASKS = "use torch.where or masks, or train eagerly;"
 VALUES = _VALUES + _MASKS

@@ -115,7 +115,7 @@ def _compiled(program: Program, watch: Watch, variables: int, profiled: bool) ->
     return body
 
 
-def _makes(node: fx.Node) -> bool:
+def makes(node: fx.Node) -> bool:
     """Whether a node gives one tensor in memory of its own."""
     value = value_of(node)
     if value is None or node.target in STARTS.values() or node.target is WAIT_OP or not node.users:
@@ -152,7 +152,7 @@ def python_of(
         if node.op == "call_function":
             assigned = f"{nodes[node]} = " if node.users else ""
             lines.append(f"    {assigned}{_call(node, nodes, names, bound, words.get(node))}")
-            through = watch(node) if _makes(node) else None
+            through = watch(node) if makes(node) else None
             if through is not None:
                 fn, *rest = [_text(a, nodes, names) for a in through]
                 lines.append(f"    {nodes[node]} = {fn}({', '.join((nodes[node], *rest))})")
