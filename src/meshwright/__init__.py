@@ -44,6 +44,7 @@ if TYPE_CHECKING or not _COMMAND:
         unshard,
     )
     from .tensor.split_checkpoints import shard_checkpoint_inputs
+    from .tensor.visualize import visualize
 
 if TYPE_CHECKING:
     from . import passes
@@ -81,8 +82,8 @@ _LATER = {
 
 # Where the others are from.  The command line imports them when it has something to compute: not for help and errors.
 _CORE = (
-    "tensor.autograd_functions", "tensor.api", "errors", "generator", "tensor.split_checkpoints", "layout", "mesh",
-    "shard", "ranks.runtime", "ranks.simulation", "rules.documents", "rules.experts", "tensor",
+    "tensor.autograd_functions", "tensor.api", "errors", "generator", "tensor.split_checkpoints", "tensor.visualize",
+    "layout", "mesh", "shard", "ranks.runtime", "ranks.simulation", "rules.documents", "rules.experts", "tensor",
 )  # fmt: skip
 
 
@@ -164,4 +165,5 @@ __all__ = [
     "to_dtensor",
     "unshard",
     "verify",
+    "visualize",
 ]

@@ -9,11 +9,14 @@ from functools import cached_property
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
+from . import drawing
 from .errors import MeshError
 from .torch_changes import mesh_made
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_MOST_DRAWN = 1024  # ranks of a mesh that notebooks draw
 
 
 class Mesh:
@@ -102,6 +105,18 @@ class Mesh:
     def __repr__(self) -> str:
         inner = ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.sizes, strict=True))
         return f"Mesh({inner})" if self.device == "cpu" else f"Mesh({inner}, device={self.device!r})"
+
+    def _repr_html_(self) -> str:
+        """The ranks as a grid, for notebooks: the last axis across, the others down."""
+        across = self.sizes[-1] if self.sizes else 1
+        if self.size > _MOST_DRAWN:
+            return drawing.heading(repr(self))
+        ranks = [(str(r), drawing.tint(i // across)) for i, r in enumerate(self.ranks)]
+        rows = [ranks[i : i + across] for i in range(0, len(ranks), across)]
+        places = [at[:-1] for at in self.coordinates()[::across]]
+        down = [", ".join(f"{a}={n}" for a, n in zip(self.axes, at, strict=False)) for at in places]
+        columns = [f"{self.axes[-1]}={i}" for i in range(across)] if self.axes else []
+        return drawing.heading(f"{self!r}: ranks") + drawing.grid(rows, columns, down if len(rows) > 1 else [])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (dict(zip(self.axes, self.sizes, strict=True)), self.device, self.ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,4 +68,44 @@ class Internal:
 
 internal = Internal
 
-__all__ = ["FUNCTIONS", "GIVEN", "INTERNAL", "KEPT", "KERNELS", "Internal", "internal", "kept_whole", "operator"]
+
+@dataclass(frozen=True)
+class UsersCall:
+    """The call of the user's that an internal op is part of, for reports.
+
+    Attributes:
+        name: ``"cross_entropy"``.
+        arguments: What the op's arguments are, in the words of that call.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+
+
+USERS_CALLS: dict[str, UsersCall] = {}  # by the names of internal ops
+
+
+def part_of(call: str, *arguments: str) -> Callable[[Internal], Internal]:
+    """Reports name an internal op as this call of the user's."""
+
+    def note(op: Internal) -> Internal:
+        USERS_CALLS[op.__name__] = UsersCall(call, arguments)
+        return op
+
+    return note
+
+
+__all__ = [
+    "FUNCTIONS",
+    "GIVEN",
+    "INTERNAL",
+    "KEPT",
+    "KERNELS",
+    "USERS_CALLS",
+    "Internal",
+    "UsersCall",
+    "internal",
+    "kept_whole",
+    "operator",
+    "part_of",
+]

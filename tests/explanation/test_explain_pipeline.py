@@ -111,7 +111,7 @@ def test_it_is_told_everywhere() -> None:
     assert Sent(0, 3, True, 1, 11 * 6 * 8) in why.pipeline.sent  # the tied weight
     assert Sent(3, 0, True, 1, 11 * 6 * 8) in why.pipeline.sent  # and its gradient
     text = why.text(140)
-    assert "what ranks along pp hold between the parts of a step" in text
+    assert "memory per rank along pp between micro-batch actions" in text
     assert "% of the work: tokens" in text
     page = why.to_html("a step")
     assert page.count('<g class="part ') == 4 * 3 * 2

@@ -37,6 +37,7 @@ def test_a_name_that_is_missing_says_what_for(monkeypatch: pytest.MonkeyPatch) -
     assert found.exit_code == 1
     assert f"{len(compat.PRIVATE) - 1} of {len(compat.PRIVATE)} found" in found.output
     assert "torch._C._gone" in found.output
+    assert found.output.rstrip().endswith("failed: fix undocumented names of torch")
 
 
 def test_versions() -> None:
@@ -50,6 +51,9 @@ def test_doctor() -> None:
     assert text.exit_code == 0, text.output
     assert all(path in text.output for path, _ in compat.PRIVATE.values())
     assert all(f"from torch {since} on: {what}" in text.output for since, what in compat.DIFFERENT.values())
+    last = CliRunner().invoke(app, ["doctor"]).output.rstrip().splitlines()[-1]
+    assert last.startswith("passed: Meshwright works here")
+    assert "undone" not in CliRunner().invoke(app, ["doctor"]).output
     found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)
     assert {"torch", "backends", "launcher", "processor"} <= {f["what"] for f in found}
     assert compat.stood_in("2.12.1+cpu") == ["around_checkpoints", "apply_function", "redispatch_function"]

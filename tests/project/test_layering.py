@@ -21,6 +21,7 @@ LAYERS = (
         "ranks.launchers",
         "operators",
         "kernels",
+        "drawing",
         "mesh",
         "layout",
         "machines",

@@ -249,7 +249,7 @@ def test_what_cannot_be_installed_is_said_by_each_mesh(monkeypatch: pytest.Monke
 
 
 def test_doctor_lists_them() -> None:
-    text = CliRunner().invoke(app, ["doctor"]).output
+    text = CliRunner().invoke(app, ["doctor", "--torch-changes"]).output
     assert len(torch_changes.TABLE) > 20
     for change in torch_changes.TABLE:
         assert f"changed in torch from {change.since} on, undone {change.until}: {change.why}" in text

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
 from .options import terminal
 
+if TYPE_CHECKING:
+    from .findings import Finding
+
 PROBLEM = 1
+
+
+def _verdict(made: Sequence[Finding]) -> Text:
+    """The last line: whether Meshwright works here."""
+    if broken := [f.what for f in made if f.broken]:
+        return Text(f"failed: fix {', '.join(broken)}", style="bold red")
+    advice = sum(bool(f.fix) for f in made)
+    return Text(f"passed: Meshwright works here{f' ({advice} hints above)' if advice else ''}", style="bold green")
+
 
 app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
@@ -23,8 +36,12 @@ def doctor(
         bool,
         typer.Option("--names", help="List the undocumented names of torch, and what differs between its versions."),
     ] = False,
+    torch_changes: Annotated[
+        bool,
+        typer.Option("--torch-changes", help="List each change that Meshwright applies to torch, with its reason."),
+    ] = False,
 ) -> None:
-    """Say what this machine has, what to do about the rest, and what is changed in torch.
+    """Check this machine and this installation, and end with a verdict.
 
     [dim]Exit codes: 0 Meshwright works here; 1 something that it needs is missing.[/]
     """
@@ -32,7 +49,7 @@ def doctor(
 
     from .findings import findings
 
-    made = list(findings())
+    made = list(findings(torch_changes or as_json))
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(f) for f in made], indent=1))
     else:
@@ -45,5 +62,6 @@ def doctor(
             console.print(Text(f"{path}  {needed}  (compat.{name})"), soft_wrap=True)
         for name, (since, what) in compat.DIFFERENT.items() if names else ():
             console.print(Text(f"from torch {since} on: {what}  (compat.{name})"), soft_wrap=True)
+        console.print(_verdict(made), soft_wrap=True)
     if any(f.broken for f in made):
         raise typer.Exit(PROBLEM)

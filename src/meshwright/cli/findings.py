@@ -46,8 +46,8 @@ class Finding:
     broken: bool = False
 
 
-def findings() -> Iterator[Finding]:
-    """All that is looked at, from the versions to the devices."""
+def findings(torch_changes: bool = False) -> Iterator[Finding]:
+    """All checks, from the versions to the devices; on request also each change of torch."""
     yield _installed("meshwright", "run from its sources")
     yield Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield Finding("torch", torch.__version__, compat.untested(torch.__version__))
@@ -68,7 +68,11 @@ def findings() -> Iterator[Finding]:
     yield Finding("free disk here", f"{free / 2**30:.1f} GiB", "too little for checkpoints" if free < 2**30 else "")
     for name, needed in OPTIONAL.items():
         yield _installed(name, f"not installed (for {needed})")
-    yield from _changes()
+    changes = list(_changes())
+    if torch_changes:
+        yield from changes
+    else:
+        yield Finding("changed in torch", f"{len(changes)} things (--torch-changes lists them)")
 
 
 def _installed(name: str, otherwise: str) -> Finding:

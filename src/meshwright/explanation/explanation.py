@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import Any
 
+from .. import drawing
+from ..errors import ExtraError
 from .account import Account
 from .entries import folded
 from .page import as_page
@@ -43,6 +46,14 @@ class Explanation(Account):
     def to_html(self, title: str = "") -> str:
         """The report as one self-contained HTML page."""
         return as_page(self, title)
+
+    def _repr_html_(self) -> str:
+        """The page in a frame, for notebooks; its text where jinja2 is missing."""
+        try:
+            page = self.to_html()
+        except ExtraError:
+            return drawing.pre(self.text())
+        return f'<iframe srcdoc="{escape(page)}" style="width:100%;height:600px;border:0"></iframe>'
 
     def __rich__(self) -> Any:
         return report(self)

@@ -48,17 +48,17 @@ def _sections(why: Account) -> Iterator[tuple[RenderableType, ...]]:
             yield (_indented(_grid(why.mesh, why.rank)),)
     yield tuple(_indented(Text(note, style="dim")) for note in why.notes)
     if why.ledger:
-        yield _titled("what was asked", *(Text(str(e), style="" if e.applied else "bold red") for e in why.ledger))
+        yield _titled("requested options", *(Text(str(e), style="" if e.applied else "bold red") for e in why.ledger))
     if why.laid:
         yield _titled("layouts", _layouts(why))
-        yield _titled("where layouts came from", *_origins(why.laid))
+        yield _titled("how layouts were inferred", *_origins(why.laid))
     yield _titled("collectives", *_listed(why))
     yield tuple(_indented(Text(str(w), style="bold red")) for w in why.warnings)
     yield _titled("totals per rank", _totals(why))
     if why.memory is not None:
         yield _titled(f"memory per rank: peak {in_bytes(why.memory.peak)}", *_memory(why.memory))
     if why.pipeline is not None:
-        yield _titled(f"what ranks along {why.pipeline.axis} hold between the parts of a step", _stages(why.pipeline))
+        yield _titled(f"memory per rank along {why.pipeline.axis} between micro-batch actions", _stages(why.pipeline))
 
 
 def _titled(title: str, *parts: RenderableType) -> tuple[RenderableType, ...]:
@@ -89,7 +89,7 @@ def _grid(mesh: Mesh, rank: int) -> Table:
 
 
 def _stages(pipeline: PipelineAccount) -> Table:
-    names = ("parameters", "states", "gathered", "gradients", "activations", "micro-batches", "all")
+    names = ("parameters", "states", "gathered", "gradients", "activations", "micro-batches", "total")
     table = _table(pipeline.axis, "stages", *names, right=names)
     for r in pipeline.ranks:
         sizes = [in_bytes(n) for n in (r.parameters, r.states, r.gathered, r.gradients, r.activations)]
@@ -103,7 +103,7 @@ def _stages(pipeline: PipelineAccount) -> Table:
 def _layouts(why: Account) -> Table:
     assert why.mesh is not None
     table = _table(
-        "×", "name", "global", *why.mesh.axes, "local", "bytes", "said by", right=("×", "global", "local", "bytes")
+        "×", "name", "global", *why.mesh.axes, "local", "bytes", "source", right=("×", "global", "local", "bytes")
     )
     for n, x in folded_layouts(why.laid):
         stored = dict(placed(x.layout))
@@ -123,9 +123,9 @@ def _origins(laid: tuple[Laid, ...]) -> Iterator[RenderableType]:
         if x.source != "propagated":
             continue
         yield Text.assemble((f"{n} × " if n > 1 else "", "dim"), x.name, (f": {in_words(x.seen)}", "green"))
-        yield _indented(Text(f"through {x.reason}", style="dim"))
+        yield _indented(Text(f"via {x.reason}", style="dim"))
         for lost in x.lost:
-            yield _indented(Text(f"lost: {lost}", style="dim italic"))
+            yield _indented(Text(f"overruled: {lost}", style="dim italic"))
 
 
 def _by(shape: tuple[int, ...]) -> str:
@@ -138,7 +138,7 @@ def _by(shape: tuple[int, ...]) -> str:
 def _listed(why: Account) -> Iterator[RenderableType]:
     """By role, then by what is done and why; below that the tensors that it is done to."""
     if not why.collectives:
-        yield Text("none that an op implied", style="dim")
+        yield Text("no implicit collectives", style="dim")
     groups: dict[tuple[str, ...], list[tuple[int, Collective]]] = {}
     for n, c in folded(why.collectives):
         reason = c.reason.replace(c.parameter, "it").partition(SINCE)[0] if c.parameter else c.reason
@@ -150,7 +150,7 @@ def _listed(why: Account) -> Iterator[RenderableType]:
         for n, c in alike:
             yield _indented(_moved(n, c), 4)
     if why.unlisted > 0:
-        yield Text(f"and {why.unlisted} that no op implied, as those that synchronise gradients", style="dim")
+        yield Text(f"plus {why.unlisted} explicit collectives (gradient synchronization)", style="dim")
 
 
 def _moved(n: int, c: Collective) -> Text:
@@ -179,13 +179,13 @@ def _totals(why: Account) -> Table:
 
 
 def _memory(memory: Memory) -> Iterator[RenderableType]:
-    table = _table("", "at the peak", "", "highest", right=("at the peak", "highest"))
+    table = _table("", "at the peak", "", "maximum over the step", right=("at the peak", "maximum over the step"))
     for name in CATEGORIES:
         there = memory.at_peak[name]
         bar = "█" * round(_BAR * there / memory.peak) if memory.peak else ""
         table.add_row(name, in_bytes(there), Text(bar, style="cyan"), in_bytes(memory.highest[name]))
     yield table
     if memory.host:
-        yield Text(f"{in_bytes(memory.host)} of parameters and states lie in memory of the host", style="dim")
+        yield Text(f"{in_bytes(memory.host)} of parameters and states are stored on the CPU", style="dim")
     at = f" ({memory.line})" if memory.line else ""
     yield Text(f"the peak is in the {memory.role}, at {memory.node}{at}", style="dim")

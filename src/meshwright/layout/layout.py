@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Union
 
+from .. import drawing
 from ..errors import LayoutError
 from ..mesh import Mesh
 from .placement import (
@@ -271,6 +272,14 @@ class Layout:
         if self.order:
             inner += "; " + ", ".join(f"dim {d} by {' then '.join(self.dims[d])}" for d, _ in self.order)
         return f"<{inner}>"
+
+    def _repr_html_(self) -> str:
+        """A table of axes and placements, for notebooks; `mw.visualize` draws it for a shape."""
+        rows = [
+            (axis, str(n), repr(p))
+            for axis, n, p in zip(self.mesh.axes, self.mesh.sizes, self.placements, strict=True)
+        ]  # fmt: skip
+        return drawing.table(("axis", "ranks", "placement"), rows)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_layout, (self.mesh, self.placements, dict(self.order), self.ndim)

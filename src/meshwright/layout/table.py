@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import drawing
 from ..errors import LayoutError
 from ..untrusted_files import read_regular
 from .layout import Placements
@@ -93,6 +94,18 @@ class LayoutTable(MutableMapping[str, Mapping[str, Placement]]):
         file = io.StringIO()
         Console(file=file, width=160, color_system=None).print(self)
         return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        rows = []
+        for glob, line in self.lines.items():
+            split = {a: p for a, p in line.placements.items() if not isinstance(p, Replicate)}
+            rows.append((glob, _words(split) or "replicated", line.reason))
+        rows += [(name, _words(of) or "replicated", "the batch") for name, of in _by_leaf(self.batch).items()]
+        head = drawing.heading(f"layouts on {_axes(self.mesh)}")
+        return (
+            head + drawing.table(("parameter", "placements", "why"), rows) + "".join(map(drawing.heading, self.notes))
+        )
 
     def __rich__(self) -> Any:
         """The table; what is whole on all ranks, and for the same reason, in one line."""

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.nn as nn
 
-from ..collective import Fact, together
+from .. import drawing
+from ..collective import COLLECTIVES, Fact, together
 from ..compat import pytree
 from ..errors import ExplicitError, ProgramError
 from ..explanation import Explanation, check_budget, explain_program
@@ -562,6 +563,15 @@ class CompiledStep:
         with together(self.mesh, "load_state_dict", fix="load on every rank what was saved together") as facts:
             facts.append(Fact("numbers of micro-steps since the last update", self.cycle.loadable(state)))
         self.cycle.load(state)
+
+    def _repr_html_(self) -> str:
+        """What the step sends, for notebooks; of a pipeline its schedule too."""
+        program = self._current.program
+        axes = Counter((COLLECTIVES[n.target].name, str(n.args[-2])) for n in program.collectives())
+        rows = [(kind, over, str(n)) for (kind, over), n in sorted(axes.items())]
+        title = f"CompiledStep of {type(self.model).__name__} on {self.mesh!r}: {len(program.graph.nodes)} nodes"
+        drawn = "" if program.pipeline is None else program.pipeline.schedule._repr_html_()
+        return drawing.heading(title) + drawing.table(("collective", "over", "times per step"), rows) + drawn
 
     def __repr__(self) -> str:
         return f"<CompiledStep of {type(self.model).__name__}: {self._current.program!r}>"

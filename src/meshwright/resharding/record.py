@@ -16,6 +16,7 @@ import torch
 from .. import collective
 from ..errors import ExplicitError
 from ..layout import Layout, wire_name
+from ..operators import USERS_CALLS
 from ..ranks import runtime
 from ..ranks.runtime import user_line
 from . import planner
@@ -33,6 +34,7 @@ class Record:
 
     ``src``, ``dst``: layouts before and after; of several tensors at once, which have none together, a word.
     ``use``: the op that asked with its rule; ranks that use one value in it for their parts make its gradient Partial.
+    ``part``: the argument in the words of the user's call, where the op is a part of that.
     ``dtypes``, ``sums``: for each of ``kinds`` the dtype of what it sends, and of how many ranks it adds up the parts
     in that.
     """
@@ -53,6 +55,7 @@ class Record:
     use: str = ""
     dtypes: tuple[str, ...] = ()
     sums: tuple[int, ...] = ()
+    part: str = ""
 
     def transposed(self, steps: tuple[ConversionStep, ...]) -> Record:
         """Record of the backward of the same conversion, which runs ``steps``; listed where they move data."""
@@ -75,7 +78,11 @@ class Record:
     @property
     def tensor(self) -> str:
         """What moves, in words."""
-        return f"{'gradient of ' if self.phase == 'backward' else ''}{self.op} argument {self.argument}"
+        return f"{'gradient of ' if self.phase == 'backward' else ''}{self._argument}"
+
+    @property
+    def _argument(self) -> str:
+        return f"{self.op}, {self.part}" if self.part else f"{self.op} argument {self.argument}"
 
     @property
     def words(self) -> str:
@@ -93,7 +100,7 @@ class Record:
 
     def __str__(self) -> str:
         return (
-            f"{self.line}: {self.op} argument {self.argument} {list(self.shape)}: {' + '.join(self.kinds)} over "
+            f"{self.line}: {self._argument} {list(self.shape)}: {' + '.join(self.kinds)} over "
             f"{','.join(self.axes)}, {self.bytes:.0f} bytes{in_dtypes(self.dtypes)} ({self.src} -> {self.dst}): "
             f"{self.reason}"
         )
@@ -101,10 +108,12 @@ class Record:
 
 def make(op: str, argument: int, plan: planner.ConversionPlan, reason: str) -> Record:
     """Record of one plan that is about to be executed."""
-    sent = _sent([s for s in lowered(plan.steps) if s.moves])
+    sent, call = _sent([s for s in lowered(plan.steps) if s.moves]), USERS_CALLS.get(op)
+    if call is not None:
+        sent["part"] = dict(enumerate(call.arguments)).get(argument, "inner sums")
     return Record(
-        op, argument, shape=tuple(plan.src.shape), src=plan.src.layout, dst=plan.dst.layout, bytes=plan.forward_bytes,
-        backward_bytes=plan.backward_bytes, line=user_line(), reason=reason, **sent,
+        users_name(op), argument, shape=tuple(plan.src.shape), src=plan.src.layout, dst=plan.dst.layout,
+        bytes=plan.forward_bytes, backward_bytes=plan.backward_bytes, line=user_line(), reason=reason, **sent,
     )  # fmt: skip
 
 
@@ -131,9 +140,14 @@ def produced(t: torch.Tensor, since: str, inputs: Sequence[torch.Tensor]) -> Non
         t.__dict__["_producers"] = tuple(dict.fromkeys([*own, *before]))
 
 
+def users_name(op: str) -> str:
+    """The call of the user's that an op is part of; its own name where it is one."""
+    return USERS_CALLS[op].name if op in USERS_CALLS else op
+
+
 def since(op: str, factors: str) -> str:
     """Which op makes a value Partial, or the gradient of a leaf that it is the first to use, and where."""
-    return f"{op} at {user_line()}, where {factors} is split"
+    return f"{users_name(op)} at {user_line()}, where {factors} is split"
 
 
 def implicit(op: str, argument: int, plan: planner.ConversionPlan, why: str, moves: bool, producer: str = "") -> None:
@@ -146,7 +160,7 @@ def implicit(op: str, argument: int, plan: planner.ConversionPlan, why: str, mov
     if not moves and runtime.RT.records is None:
         return
     partial = any(s.reduces for s in plan.steps)
-    use = op + (f" ({why})" if why else " (no rule: gathered)")
+    use = users_name(op) + (f" ({why})" if why else " (no rule: gathered)")
     if moves:
         reason = "a Partial value is reduced before " if partial else "operands are brought to one layout for "
     else:

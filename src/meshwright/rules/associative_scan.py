@@ -18,7 +18,7 @@ from torch.overrides import has_torch_function
 from .. import torch_changes
 from ..compat import TorchDispatchMode, tree_leaves
 from ..errors import DispatchError
-from ..operators import GIVEN, KEPT, internal, kept_whole
+from ..operators import GIVEN, KEPT, internal, kept_whole, part_of
 from .dims import nothing, with_row
 from .factor_notation import Arg, Local, LocalFn, Rule, composite, notation, rule
 from .users_function import on_parts
@@ -148,6 +148,7 @@ def _scanning(original: Any, name: str) -> Any:
     return generic_associative_scan
 
 
+@part_of("associative_scan")
 @internal
 def associative_scan_rows(combine: Combine, pointwise: bool, *xs: Tensor) -> tuple[Tensor, ...]:
     """The scan along the first dim."""

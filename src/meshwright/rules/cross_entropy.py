@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..operators import internal, operator
+from ..operators import internal, operator, part_of
 from .dims import with_row
 from .factor_notation import Arg, Letters, Local, LocalFn, Rule, notation, rule
 from .index import Shelf
@@ -151,6 +151,7 @@ def _shelf(ctx: Local) -> Shelf:
     return Shelf(*ctx.bounds("c"), ctx.rule.sizes["c"])
 
 
+@part_of("cross_entropy", "input", "row maxima", "target", "weight")
 @internal
 def class_sums(
     x: Tensor, top: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, spread: bool
@@ -235,6 +236,7 @@ def _class_sums_vjp(x: Tensor, top: Tensor, own: Tensor, place: Tensor, weight: 
     return made.scatter_add(-1, place.unsqueeze(-1), picked.unsqueeze(-1)).to(x.dtype)
 
 
+@part_of("cross_entropy", "row sums", "row maxima", "target")
 @internal
 def class_loss(sums: Tensor, top: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """The loss added up over rows, and how many rows count: the plain case in one op."""
@@ -286,6 +288,7 @@ _EXP_TIMES = operator(
 )
 
 
+@part_of("cross_entropy", "target", "weight")
 @internal
 def target_weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """Per row: the weight of its class, or 1; 0 where the target is ignored."""

@@ -18,7 +18,7 @@ import torch.nn as nn
 from .. import collective
 from ..compat import FakeTensor
 from ..errors import DesyncError, DispatchError
-from ..operators import internal, kept_whole, operator
+from ..operators import internal, kept_whole, operator, part_of
 from ..ranks import runtime
 from .attention import by_heads, moved_to_heads, shares
 from .attention_blocks import QueryRows, attend, flat, in_blocks, seen
@@ -158,6 +158,7 @@ composite("meshwright::attention")(_on_one)
 # ---------------------------------------------------------------------------------------------- the ids
 
 
+@part_of("mw.attention", "documents")
 @internal
 def checked_documents(given: Tensor, lengths: bool, t: int) -> Tensor:
     """Document ids that do not decrease, whole on every rank."""
@@ -259,6 +260,7 @@ _JUDGED = operator(
 STRATEGIES["attention"] = STRATEGIES["scaled_dot_product_attention"]
 
 
+@part_of("mw.attention", "query", "documents")
 @internal
 def document_mask(query: Tensor, documents: Tensor | None, causal: bool, window: int) -> Tensor:
     """Which keys the rows of a query see."""
@@ -285,6 +287,7 @@ def _mask(first: int, t: int, query: Tensor, documents: Tensor | None, causal: b
     return seen(which, rows, t, query.device).expand(lead.numel(), 1, rows, t).reshape(*lead, 1, rows, t)
 
 
+@part_of("mw.attention", "query", "key", "value")
 @internal
 def document_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, causal: bool, window: int, scale: float | None

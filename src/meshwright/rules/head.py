@@ -14,7 +14,7 @@ import torch
 
 from ..compat import redispatch_function
 from ..layout import Shard, Spec, chunk_bounds
-from ..operators import KEPT, internal, kept_whole, operator
+from ..operators import KEPT, internal, kept_whole, operator, part_of
 from .cross_entropy import losses, of_class, own_class, reduced
 from .factor_notation import Arg, Local, LocalFn, Rule, composite, notation, rule
 from .index import Shelf
@@ -114,6 +114,7 @@ def _in_pieces(
 # ---------------------------------------------------------------------------------------------- internal op
 
 
+@part_of("linear_cross_entropy", "input", "weight")
 @internal
 def head_sums(
     x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, weight: Tensor | None, ignore_index: int, parts: int,

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import RuleError
 from ..layout import Partial
-from ..operators import internal
+from ..operators import internal, part_of
 from .dims import names
 from .factor_notation import Arg, Letters, Local, LocalFn, Rule, lines, notation, rule
 
@@ -185,6 +185,7 @@ def _update(running: Tensor | None, now: Tensor, momentum: float) -> None:
             blend_running(now, running, momentum)
 
 
+@part_of("batch_norm", "batch statistics", "running statistics")
 @internal
 def blend_running(now: Tensor, running: Tensor, momentum: float) -> Tensor:
     """Update a plain buffer, which stays plain."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import DispatchError
-from ..operators import internal, kept_whole
+from ..operators import internal, kept_whole, part_of
 from .dims import nothing
 from .factor_notation import Arg, Local, LocalFn, Rule, composite, notation, rule
 
@@ -107,6 +107,7 @@ def _states(chunks: _Chunks, first: Tensor, added: Tensor) -> tuple[Tensor, Tens
     return torch.stack(found, 2), state
 
 
+@part_of("gated delta rule", "query", "key", "value", "decay", "beta")
 @internal
 def gated_delta_rows(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunk: int) -> Tensor:
     """The rows of one device."""

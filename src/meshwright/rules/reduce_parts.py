@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..layout import neutral
-from ..operators import internal
+from ..operators import internal, part_of
 from .dims import dims_of, without
 from .factor_notation import Arg, Local, LocalFn, Rule, lines, notation, rule
 
@@ -49,6 +49,7 @@ def carrier(x: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------ extrema
 
 
+@part_of("amax or amin", "input")
 @internal
 def extremum(x: Tensor, dims: Sequence[int], largest: bool) -> Tensor:
     """Largest or smallest values over ``dims``, which stay as dims of size 1.  Has no gradient."""
@@ -70,6 +71,7 @@ def _extremum_rule(x: Arg, dims: Sequence[int], largest: bool) -> Rule:
     return reduction(x, dims, True, op=words[not largest], local=local)
 
 
+@part_of("argmax or argmin", "input")
 @internal
 def first_index(
     x: Tensor, best: Tensor, dims: Sequence[int], starts: Sequence[int] = (), sizes: Sequence[int] = ()
@@ -113,12 +115,14 @@ def _first_index_rule(x: Arg, best: Arg, dims: Sequence[int]) -> Rule:
 # ------------------------------------------------------------------------------------------------ products
 
 
+@part_of("prod", "input")
 @internal
 def partial_prod(x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     """Product whose dim may be split; only without gradients."""
     return torch.prod(x, dtype=dtype) if dim is None else torch.prod(x, dim, keepdim, dtype=dtype)
 
 
+@part_of("prod", "input")
 @internal
 def whole_prod(x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     """Product along a whole dim."""

@@ -46,6 +46,7 @@ from ..layout import (
     spec_data,
     spec_from,
 )
+from ..layout.picture import as_html
 from ..local_tensor import bare, data_of, get_grad, moved, share_memory
 from ..mesh import Mesh, mesh_data, mesh_from
 from ..ranks import runtime
@@ -237,6 +238,11 @@ class DistTensor(torch.Tensor):
 
     def __str__(self) -> str:
         return self.__repr__()
+
+    def _repr_html_(self) -> str:
+        """Which ranks hold which block, for notebooks. Reads no value, so one rank may show it alone."""
+        spec = self._spec
+        return as_html(spec.layout, tuple(spec.shape), str(spec.dtype).removeprefix("torch."))
 
     def __format__(self, format_spec: str) -> str:
         return format(self.item() if self.ndim == 0 and format_spec else str(self), format_spec)

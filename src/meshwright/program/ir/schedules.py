@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from ... import drawing
 from ...errors import ProgramError
 
 
@@ -283,6 +284,16 @@ class Schedule:
         for rank in range(len(self.orders)):
             if self.held(rank) > limit:
                 raise ProgramError(f"{self.name}: rank {rank} holds {self.held(rank)} micro-batches, more than {limit}")
+
+    def _repr_html_(self) -> str:
+        """Bars along time, for notebooks: a row for each rank, its color by the part."""
+        times, colors = self.times(), {"F": 0, "B": 1, "I": 1, "W": 2}
+        rows = [
+            (f"rank {rank}", [(f"{a.part}{a.micro}", *times[a], drawing.tint(colors[a.part])) for a in order])
+            for rank, order in enumerate(self.orders)
+        ]
+        end = max((t for _, t in times.values()), default=1.0)
+        return drawing.heading(f"{self.name}: bubble {self.bubble():.1%}") + drawing.bars(rows, end)
 
     def __str__(self) -> str:
         """A line per rank; a column per unit of time: the part and its micro-batch (and stage, of several), or dots."""
