@@ -15,8 +15,9 @@ import torch.fx as fx
 from ... import compat
 from ...collective import COLLECTIVES, STARTS, WAIT_OP
 from ...errors import ProgramError
+from ...mesh import Mesh
 from ...operators import KERNELS
-from ..ir.nodes import checked_value, info_of, target_name, value_of
+from ..ir.nodes import Value, checked_value, info_of, target_name, value_of
 from ..ir.program import Program
 from ..ir.sizes import Size
 from . import helpers
@@ -79,6 +80,12 @@ def sections_of(graph: fx.Graph) -> dict[str, str]:
         else:
             made[node.name] = "loss" if not path else name.rpartition(".")[2]
     return made
+
+
+def few_in_order(mesh: Mesh, value: Value, axes: str) -> bool:
+    """Whether gloo ranks gather what a sum adds up, and add it in their order; of two ranks both orders are one."""
+    ranks = math.prod(mesh.axis_size(a) for a in axes.split(","))
+    return mesh.device == "cpu" and ranks > 2 and value.size <= _SMALL and value.dtype in (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -204,17 +211,16 @@ class Writer:
                 "does not on every backend"
             )
         name = ("start_" if started else "") + _HELPERS.get(kind.name, kind.name)
-        if kind.name == "all_reduce" and self._few(value, given["op"], str(axes)) and not started:
+        if (
+            kind.name == "all_reduce"
+            and not started
+            and given["op"] == "sum"
+            and few_in_order(self.program.mesh, value, str(axes))
+        ):
             name = "all_reduce_in_order"
         fn: Callable[..., Any] = getattr(helpers, name)
         text = [self._text(a) for a in (x, *given.values())]
         return f"{self.bundle.add(fn)}({', '.join([*text, self.group(str(axes))])})"
-
-    def _few(self, value: Any, op: str, axes: str) -> bool:
-        """Whether gloo ranks gather it and reduce it in their order; with two ranks both orders are one."""
-        mesh, exact = self.program.mesh, {torch.float32, torch.float64}
-        ranks = math.prod(mesh.axis_size(a) for a in axes.split(","))
-        return mesh.device == "cpu" and ranks > 2 and value.size <= _SMALL and op == "sum" and value.dtype in exact
 
     def group(self, axes: str) -> str:
         """The name of the group over these axes, ``"dp,tp"``."""

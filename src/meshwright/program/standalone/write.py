@@ -28,7 +28,7 @@ from ..run.runner import makes
 from . import helpers
 from .bundle import Bundle
 from .functions import Function, Names
-from .statements import Writer
+from .statements import Writer, few_in_order
 
 Tensor = torch.Tensor
 _RESERVED = {"w", "i", "batch", "step", "load", "start", "main", "torch", "aten", "dist", "math", "os", "sys", "MESH"}
@@ -277,7 +277,7 @@ class _File:
             if step.kind != "all_reduce":
                 continue
             group = self.groups.setdefault(axes, re.sub(r"\W", "_", axes).upper())
-            few = self.mesh.device == "cpu" and len(step.src.mesh.ranks) > 2 and value.dtype.is_floating_point
+            few = few_in_order(self.mesh, value, axes)
             op = next(p.op for a in step.axes if (p := step.src.layout.placements[a]) and hasattr(p, "op"))
             name = self.bundle.add(helpers.all_reduce_in_order if few and op == "sum" else helpers.all_reduce)
             text = f'{name}({text}, "{op}", {group})'
