@@ -462,8 +462,8 @@ def test_eager_gradients_are_counted() -> None:
 
     for why in mw.simulate(run, mesh):
         assert why.unlisted == why.counts.total - len(why.records) > 0
-        assert f"and {why.unlisted} that no op implied" in why.text()
-        assert f"{why.unlisted} more ran that no op implied" in why.to_html()
+        assert f"plus {why.unlisted} explicit collectives" in why.text()
+        assert f"Plus {why.unlisted} explicit collectives" in why.to_html()
 
 
 def test_nothing_to_say() -> None:

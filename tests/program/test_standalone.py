@@ -78,13 +78,16 @@ def next_token(model: nn.Module, batch: Any) -> torch.Tensor:
     return loss_of(model, *batch)
 
 
-def planned(axes: dict[str, int], experts: bool = False, **more: Any) -> dict[str, Any]:
-    plan = plan_for(mw.Mesh(axes), experts=experts)
-    return {"layouts": plan.layouts, "batch": plan.batch, **more}
+def planned(
+    axes: dict[str, int], experts: bool = False, sequence_parallel: bool = False, **more: Any
+) -> dict[str, Any]:
+    plan = plan_for(mw.Mesh(axes), experts=experts, sequence_parallel=sequence_parallel)
+    return {"layouts": plan.layouts, "batch": plan.batch, "inputs": plan.inputs, "outputs": plan.outputs, **more}
 
 
 DP = {"dp": mw.Shard(0)}
-DP_TP, EP = {"dp": 2, "tp": 2}, {"ep": 2}
+DP_TP, DP_EP, EP, PP = {"dp": 2, "tp": 2}, {"dp": 2, "ep": 2}, {"ep": 2}, {"pp": 2}
+PIPELINE = "pipeline:micro_batches=4,schedule=1f1b"
 BOTH_PASSES = ["data-parallel-optimization", "gradient-merge:k_steps=2"]
 TP = {"0.*": {"tp": mw.Shard(0)}, "2.weight": {"tp": mw.Shard(1)}}
 # name to (mesh, model, loss, batches, optimizer, options)
@@ -94,6 +97,7 @@ CASES: dict[str, tuple[dict[str, int], Any, Any, Any, Any, dict[str, Any]]] = {
     "one row": ({"dp": 2}, mlp, squares, lambda: pairs(1), sgd, {"batch": DP}),
     "tp": ({"tp": 2}, mlp, squares, lambda: pairs(3), adamw, {"layouts": TP}),
     "zero 3": ({"dp": 2}, mlp, squares, lambda: pairs(4), adamw, {"batch": DP, "fsdp": "dp", "clip_grad_norm": 0.1}),
+    "pipeline": (PP, gpt, next_token, tokens, adamw, {"stages": {"pp": "blocks"}, "passes": [PIPELINE]}),
     "experts": (EP, lambda: gpt(experts=4), next_token, tokens, adamw, planned(EP, experts=True)),
     "gpt": (
         DP_TP,
@@ -105,6 +109,8 @@ CASES: dict[str, tuple[dict[str, int], Any, Any, Any, Any, dict[str, Any]]] = {
             DP_TP, fsdp="dp", passes=BOTH_PASSES, precision=mw.Precision(compute=torch.bfloat16), clip_grad_norm=1.0
         ),
     ),
+    "sequence parallel": (DP_TP, gpt, next_token, tokens, sgd, planned(DP_TP, sequence_parallel=True)),
+    "experts of four": (DP_EP, lambda: gpt(experts=4), next_token, tokens, sgd, planned(DP_EP, experts=True)),
     "images": ({"dp": 2}, CNN, classes, lambda: images(STEPS + 1), adamw, {"batch": DP}),
 }
 
@@ -182,25 +188,20 @@ def test_written_steps_give_the_same_bits_without_meshwright(world: int, tmp_pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stages": {"pp": "model"}, "passes": ["pipeline:micro_batches=2"]}, "it has pipeline stages"),
         ({"backend": "inductor"}, "its local ops are compiled"),
         ({"precision": mw.Precision(grad_comm=mw.Float8())}, "needs the collective wire_"),
     ],
 )
 def test_a_step_that_no_file_can_hold_is_named(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    axis = "pp" if "stages" in options else "dp"
-
     def write() -> None:
         torch.manual_seed(0)
-        model = nn.Sequential()
-        model.model = mlp()
+        model = mlp()
         optimizer, batch = sgd(model.parameters()), pairs(4)[0]
-        batched = {"batch": DP} if axis == "dp" else {}
-        step = mw.compile_step(model, squares, optimizer, batch, mesh=mw.Mesh({axis: 2}), **batched, **options)
+        step = mw.compile_step(model, squares, optimizer, batch, mesh=mw.Mesh({"dp": 2}), batch=DP, **options)
         step.to_python(tmp_path / "step.py")
 
     with pytest.raises(ProgramError, match=message):
-        mw.simulate(write, mw.Mesh({axis: 2}))
+        mw.simulate(write, mw.Mesh({"dp": 2}))
 
 
 def test_repeated_blocks_are_functions(tmp_path: Path) -> None:

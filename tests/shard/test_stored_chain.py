@@ -155,7 +155,7 @@ def test_explain_tells_what_lies_on_the_host() -> None:
     below, host, *_, text = mw.simulate(lambda: run(offload="cpu"), PAIR)[0]
     assert host == 3 * held + steps  # parameters and two states of AdamW, and how often each was updated
     assert below == peak - host
-    assert "lie in memory of the host" in text
+    assert "are stored on the CPU" in text
     below, host, *_ = mw.simulate(lambda: run(offload_states="cpu"), PAIR)[0]
     assert host == 2 * held + steps
     assert below < peak

@@ -329,8 +329,8 @@ class CompiledStep:
             The path.
 
         Raises:
-            ProgramError: If the step has pipeline stages, an optimizer that runs after the program, or an op that
-                torch alone does not have; on all ranks.
+            ProgramError: If the step has an optimizer that runs after the program, or an op that torch alone does not
+                have; on all ranks.
 
         Examples:
             ```python
@@ -350,7 +350,8 @@ class CompiledStep:
         """
         sections = {} if self.built is None else sections_of(self.built.captured.module.graph)
         self.program  # of a program for many sizes: as captured for this one  # noqa: B018
-        return to_python(self._current, path, sections, pytree.tree_unflatten([0] * self._tree.num_leaves, self._tree))
+        example = pytree.tree_unflatten([0] * self._tree.num_leaves, self._tree)
+        return to_python(self._current, path, sections, example, self.cycle.done)
 
     def train(self, mode: bool = True) -> CompiledStep:
         """Train (or, with False, only compute the loss) from now on; the model's modules are switched too."""

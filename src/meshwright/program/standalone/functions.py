@@ -21,8 +21,8 @@ _NUMBER = re.compile(r"\d+")
 
 
 @dataclass
-class Names:
-    """Names of values, each once; readable where the program says what a value is."""
+class ValueNames:
+    """ValueNames of values, each once; readable where the program says what a value is."""
 
     reserved: set[str]
     texts: dict[fx.Node, str] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Pack:
 
 
 @dataclass
-class Block:
+class RepeatedBlock:
     """A repeat as a function."""
 
     repeat: Repeat
@@ -101,7 +101,11 @@ class Function:
     """
 
     def __init__(
-        self, statements: Sequence[Statement], inputs: Mapping[fx.Node, str], results: Sequence[fx.Node], names: Names
+        self,
+        statements: Sequence[Statement],
+        inputs: Mapping[fx.Node, str],
+        results: Sequence[fx.Node],
+        names: ValueNames,
     ) -> None:
         self.statements, self.inputs, self.names = statements, inputs, names
         self.results = set(results)
@@ -157,7 +161,7 @@ class Function:
             wanted[m] = self.statements[maker.at(k, line)].node
         return next((s for s in reader.slots if list(s.nodes) == wanted), None)
 
-    def _block(self, r: Repeat, packs: Sequence[Pack]) -> Block:
+    def _block(self, r: Repeat, packs: Sequence[Pack]) -> RepeatedBlock:
         first = self.statements[r.start]
         stem = _NUMBER.split(first.section)[0].split(" ")[0].strip("._ ,") or "block"
         role = first.section.rpartition(", ")[2]
@@ -190,7 +194,7 @@ class Function:
             if line not in packed and any(self._outside(r, k, line) != [] for k in range(r.count))
         ]  # fmt: skip
         name = self.names.fresh(f"{stem}_{role}" if role and role not in stem else stem)
-        return Block(r, name, numbers, texts, arguments, outputs, mine, opens)
+        return RepeatedBlock(r, name, numbers, texts, arguments, outputs, mine, opens)
 
     def _inside(self, node: fx.Node, used: set[str]) -> str:
         """The name inside of a block of what is another value in each, of which the first block has ``node``."""
@@ -240,7 +244,7 @@ class Function:
             yield from self._definition(block)
             yield from ["", ""]
 
-    def _definition(self, block: Block) -> Iterator[str]:
+    def _definition(self, block: RepeatedBlock) -> Iterator[str]:
         r = block.repeat
         inner: dict[tuple[int, int], str] = {}
         for i, slot in enumerate(r.slots):
@@ -304,7 +308,7 @@ class Function:
         made[-1] += comment if comment != "  # " else ""
         yield from made
 
-    def _call(self, block: Block, k: int) -> Iterator[str]:
+    def _call(self, block: RepeatedBlock, k: int) -> Iterator[str]:
         r = block.repeat
         arguments = ["w", *([str(block.numbers[k])] if block.numbers else [])]
         arguments += [self.text(r.slots[i].nodes[k]) for i in block.arguments]
@@ -380,4 +384,4 @@ def _wrapped(head: str, inner: str, tail: str, always: bool = False) -> Iterator
     yield indent[4:] + (")" if opening else "") + tail
 
 
-__all__ = ["Function", "Names"]
+__all__ = ["Function", "ValueNames"]

@@ -7,7 +7,6 @@ calls. Nothing here may need anything but torch.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,13 +30,13 @@ def mesh_group(*axes: str) -> Any:
 
 def by_rank(*values: Any) -> Any:
     """The value of this rank."""
-    return values[int(os.environ["RANK"])]
+    return values[dist.get_rank()]
 
 
 def along(axis: str, *values: Any) -> Any:
     """The value of this rank's place along an axis of the mesh."""
     d = list(MESH).index(axis)
-    return values[int(os.environ["RANK"]) // math.prod(list(MESH.values())[d + 1 :]) % len(values)]
+    return values[dist.get_rank() // math.prod(list(MESH.values())[d + 1 :]) % len(values)]
 
 
 def wait(started: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -222,3 +221,29 @@ def scatter_rows(x: torch.Tensor, wanted: torch.Tensor, sizes: Sequence[int], gr
     for mask, rows in zip(own, arrived, strict=True):
         total.index_add_(0, mask.nonzero()[:, 0], rows.to(wide))
     return total.to(x.dtype)
+
+
+def cut_rows(batch: Any, n: int) -> list[Any]:
+    """The micro-batches of a batch: its tensors, cut along their first dim."""
+    if isinstance(batch, torch.Tensor):
+        return list(batch.tensor_split(n)) if batch.ndim else [batch] * n
+    if isinstance(batch, dict):
+        cut = {key: cut_rows(value, n) for key, value in batch.items()}
+        return [{key: parts[i] for key, parts in cut.items()} for i in range(n)]
+    if isinstance(batch, (list, tuple)):
+        listed = [cut_rows(value, n) for value in batch]
+        return [type(batch)(parts[i] for parts in listed) for i in range(n)]
+    return [batch] * n
+
+
+def send(x: torch.Tensor, rank: int, tag: int) -> tuple[Any, torch.Tensor]:
+    """Start to send a tensor to a rank; the work, and the memory that must stay until it is done."""
+    x = x.contiguous()
+    return dist.isend(x, rank, tag=tag), x
+
+
+def receive(shape: Sequence[int], dtype: torch.dtype, rank: int, tag: int) -> torch.Tensor:
+    """A tensor from a rank."""
+    x = torch.empty(shape, dtype=dtype)
+    dist.recv(x, rank, tag=tag)
+    return x

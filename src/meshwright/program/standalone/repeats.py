@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from .statements import Statement
 
-_SHORTEST = 4  # lines of a block
+_SHORTEST = 3  # lines of a block
 _TRIED = 12  # candidates for the longest repeat
 
 

@@ -27,7 +27,8 @@ from ..run.bind import Bound, Ready, zeros
 from ..run.runner import makes
 from . import helpers
 from .bundle import Bundle
-from .functions import Function, Names
+from .functions import Function, ValueNames
+from .stages import StageActions
 from .statements import Writer, few_in_order
 
 Tensor = torch.Tensor
@@ -35,7 +36,9 @@ _RESERVED = {"w", "i", "batch", "step", "load", "start", "main", "torch", "aten"
 _LITERAL = re.compile(r"(?<![\w.])(?:-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|True|False)(?![\w.])")
 
 
-def to_python(ready: Ready, path: str | PathLike[str], sections: Mapping[str, str], example: Any) -> Path:
+def to_python(
+    ready: Ready, path: str | PathLike[str], sections: Mapping[str, str], example: Any, done: int = 0
+) -> Path:  # fmt: skip
     """Write the programs of a step. All ranks call it together; the first writes the file, each its tensors.
 
     Args:
@@ -43,15 +46,18 @@ def to_python(ready: Ready, path: str | PathLike[str], sections: Mapping[str, st
         path: The file.
         sections: Source of a node to the path and class of its module.
         example: A batch, for its structure.
+        done: Micro-steps since the last update.
 
     Raises:
         ProgramError: If the step needs something that torch alone does not have; the same on all ranks.
     """
     path, program = Path(path), ready.program
     with together(program.mesh, "step.to_python"):
-        written = _File(ready, sections, example)
-        lines = list(written.lines(path))
+        written = _File(ready, sections, example, done)
     group = collective.group(program.mesh)
+    for groups in collective.all_gather_object(written.groups, group, "step.to_python"):
+        written.groups = {**written.groups, **groups}
+    lines = list(written.lines(path))
     texts = collective.all_gather_object(lines, group, "step.to_python")
     merged = _merged(texts, program.mesh)
     own = path.with_suffix(f".rank{program.rank}.pt")
@@ -94,12 +100,19 @@ class _File:
         ProgramError: As of :func:`to_python`.
     """
 
-    def __init__(self, ready: Ready, sections: Mapping[str, str], example: Any) -> None:
-        self.ready, self.mesh = ready, ready.program.mesh
+    def __init__(self, ready: Ready, sections: Mapping[str, str], example: Any, done: int) -> None:
+        self.ready, self.mesh, self.done = ready, ready.program.mesh, done
         self._check(ready)
         self.bundle = Bundle()
         self.bundle.without(helpers.__name__, "MESH")
-        self.parts = {id(bound): bound for bound in ready.schedules[STEP]}
+        self.how = ready.program.pipeline
+        names = list(ready.parts) if self.how else []
+        self.parts = {id(ready.parts[name]): ready.parts[name] for name in names}
+        self.names = {id(ready.parts[name]): f"part_{name}" for name in names}
+        if self.how is None:
+            self.parts = {id(bound): bound for bound in ready.schedules[STEP]}
+            several = len(self.parts) > 1
+            self.names = {key: f"step_{i}" if several else "step" for i, key in enumerate(self.parts)}
         self.groups: dict[str, str] = {}
         self.lists: dict[tuple[str, ...], str] = {}
         self.paths = [_accessor(keys) for keys, _ in pytree.tree_flatten_with_path(example)[0]]
@@ -114,18 +127,26 @@ class _File:
             self._batch_code(bound)  # which needs helpers, whose names are taken
         reserved = _RESERVED | set(self.bundle._names.values()) | set(self.groups.values())
         for bound, statements in prepared:
-            names = Names(set(reserved))
+            names = ValueNames(set(reserved))
             batch = self._batch(bound, names)
             made = Function(statements, self._keys(bound), bound.program.results, names)
             reserved |= {block.name for block in made.blocks}
             self.functions.append((bound, made, batch))
+        self.bodies = [
+            (b, list(f.definitions()), c, list(f.body()), list(self._returned(b, f))) for b, f, c in self.functions
+        ]
+        self.stages = list(StageActions(self).lines()) if self.how is not None else []
+        for helper in (helpers.mesh_group, helpers.by_rank, helpers.along):
+            self.bundle.add(helper)
 
     @staticmethod
     def _check(ready: Ready) -> None:
         program = ready.program
         why = ""
-        if program.pipeline is not None:
-            why = "it has pipeline stages. Capture it without stages="
+        if program.pipeline is not None and program.pipeline.draws:
+            why = "its pipeline stages draw random numbers. Use dropout 0, or no pipeline pass"
+        elif program.pipeline is not None and program.mesh.device != "cpu":
+            why = "its pipeline stages send on a GPU. Capture it on a CPU mesh, or without the pipeline pass"
         elif ready.carrier.optimizer is not None and not ready.carrier.updates:
             name = type(ready.carrier.optimizer).__name__
             why = f"{name} runs after the program. Use SGD, Adam or AdamW without hooks, or optimizer=None"
@@ -138,12 +159,13 @@ class _File:
 
     # -- inputs -----------------------------------------------------------------------------------------
 
-    def _batch(self, bound: Bound, names: Names) -> list[str]:
+    def _batch(self, bound: Bound, names: ValueNames) -> list[str]:
         """The lines that cut the batch."""
         code, lines = dict(self._batch_code(bound)), []
         for i, (given, node) in enumerate(zip(bound.program.inputs, bound.program.placeholders, strict=True)):
             if given.kind in PASSED:
-                raise ProgramError("step.to_python: parts that hand values on cannot be written")
+                names.texts[node] = names.fresh(given.name)
+                lines.append(f"    {names.of(node)} = given.pop({json.dumps(given.name)})")
             if given.kind == "batch":
                 names.texts[node] = names.fresh(given.name.replace("batch.", "batch_"))
                 if node.users or node in bound.program.results:
@@ -153,7 +175,10 @@ class _File:
     def _key(self, bound: Bound, i: int) -> str:
         """Of a tensor of the state: its name; sums of other shapes of gradients have further words."""
         given = bound.program.inputs[i]
-        return f"{given.name}.sum" if given.kind == "accumulator" else given.name
+        if given.kind != "accumulator":
+            return given.name
+        sums = bound.carrier.sums
+        return f"{next(name for name, t in sums.items() if t is bound.inputs[i])}.sum"
 
     def _keys(self, bound: Bound) -> dict[fx.Node, str]:
         """Node of an input to the key of its tensor."""
@@ -169,7 +194,7 @@ class _File:
             for group, number in bound.numbers:
                 number.fill_(float(bound.carrier.optimizer.param_groups[group]["lr"]))
             for i, (given, t) in enumerate(zip(bound.program.inputs, bound.inputs, strict=True)):
-                if given.kind != "batch":
+                if given.kind not in ("batch", *PASSED):
                     made[self._key(bound, i)] = _alone(t)
         return made
 
@@ -210,11 +235,6 @@ class _File:
     def lines(self, path: Path) -> Iterator[str]:
         """The file."""
         mesh = self.mesh
-        bodies = [
-            (b, f, c, list(f.definitions()), list(f.body()), list(self._returned(b, f))) for b, f, c in self.functions
-        ]
-        for helper in (helpers.mesh_group, helpers.by_rank, helpers.along):
-            self.bundle.add(helper)
         axes = " x ".join(f"{a}={n}" for a, n in zip(mesh.axes, mesh.sizes, strict=True))
         yield f'"""A training step of one rank of {mesh.size} ({axes}), written by Meshwright. It needs only torch.'
         yield ""
@@ -243,30 +263,31 @@ class _File:
         for source in self.bundle.sources:
             yield from ["", "", *source.splitlines()]
         yield from ["", ""]
-        names: list[str] = []
-        for bound, _, cuts, definitions, body, returned in bodies:
+        for bound, definitions, cuts, body, returned in self.bodies:
             yield from definitions
-            name = "step" if len(bodies) == 1 else f"step_{len(names)}"
-            names.append(name)
-            yield f"def {name}(w, batch):"
-            yield f'    """{"Train on" if bound.program.update else "Run"} a global batch; the loss."""'
-            yield from cuts
-            yield from body
-            yield from returned
-            yield from ["", ""]
-        yield from self._cycle(names)
+            parameters = "w, batch, given" if self.how is not None else "w, batch"
+            yield f"def {self.names[id(bound)]}({parameters}):"
+            yield f'    """{"Train on" if bound.program.update else "Run"} a batch; what it gives."""'
+            yield from [*cuts, *body, *returned, "", ""]
+        yield from self.stages
+        yield from self._cycle()
         yield from self._start()
 
     def _returned(self, bound: Bound, function: Function) -> Iterator[str]:
         """The loss, reduced; other values as this rank has them; gradients into the state."""
         program, out = bound.program, []
+        if self.how is not None and any(o.kind in ("held", "edge", "gathered", "reduced") for o in program.outputs):
+            pairs = {o.name: function.text(n) for o, n in zip(program.outputs, program.results, strict=True)}
+            yield f"    return {{{', '.join(f'{json.dumps(k)}: {v}' for k, v in pairs.items())}}}"
+            return
         for o, node in zip(program.outputs, program.results, strict=True):
             text = function.text(node)
             if o.kind == "grad":
                 yield f'    w["{o.name}.grad"] = {text}'
             elif o.kind in ("loss", "aux"):
                 out.append(self._reduced(text, o.spec, value_of(node)))
-        yield f"    return {', '.join(out) or 'None'}"
+        empty = "{}" if self.how is not None else "None"
+        yield f"    return {', '.join(out) or empty}"
 
     def _reduced(self, text: str, spec: Spec | None, value: Any) -> str:
         if spec is None or not spec.layout.partial:
@@ -283,12 +304,12 @@ class _File:
             text = f'{name}({text}, "{op}", {group})'
         return text
 
-    def _cycle(self, names: list[str]) -> Iterator[str]:
-        if len(names) == 1:
+    def _cycle(self) -> Iterator[str]:
+        if self.how is not None or len(self.parts) == 1:
             return
-        order = [list(self.parts).index(id(b)) for b in self.ready.schedules[STEP]]
-        yield f"CALLS = [{', '.join(names[i] for i in order)}]  # the last one updates"
-        yield from ["done = 0", "", ""]
+        order = [self.names[id(b)] for b in self.ready.schedules[STEP]]
+        yield f"CALLS = [{', '.join(order)}]  # the last one updates"
+        yield from [f"done = {self.done}", "", ""]
         yield from ["def step(w, batch):", '    """A micro-step; the last of a cycle updates."""', "    global done"]
         yield from ["    call, done = CALLS[done], (done + 1) % len(CALLS)", "    return call(w, batch)", "", ""]
 
