@@ -10,7 +10,14 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.dispatch.leaves import any_linked, follow_roots, lead_root, leans_invariant, link, resolve_types
+from meshwright.dispatch.leaves import (
+    any_linked,
+    link,
+    propagate_type_to_base,
+    resolve_from_base,
+    resolve_types,
+    should_reduce_at_use,
+)
 from meshwright.layout import Layout, Marks, Spec, marked, marks_of
 
 MESH = mw.Mesh({"a": 2, "b": 2, "c": 2})
@@ -140,30 +147,30 @@ def test_marks_outlive_a_type_and_what_is_known_of_values_does_not() -> None:
 @pytest.mark.parametrize(("size", "leaves", "want"), [(7, (3, 5), True), (8, (3, 5), False), (9, (3, 5), False)])
 def test_the_smaller_of_leaves_and_value_is_reduced(size: int, leaves: tuple[int, ...], want: bool) -> None:
     value, wanted = computed(size), spec(size, undecided=0, reduced=B)
-    assert not leans_invariant(value, wanted), "linked to no leaf"
+    assert not should_reduce_at_use(value, wanted), "linked to no leaf"
     link([value, computed(100), *(given := [leaf(n) for n in leaves])])
-    assert leans_invariant(value, wanted) == want
-    assert not leans_invariant(value, spec(size, undecided=0)), "nothing is reduced"
-    assert not leans_invariant(given[0], spec(leaves[0], undecided=0, reduced=B)), "a leaf itself"
+    assert should_reduce_at_use(value, wanted) == want
+    assert not should_reduce_at_use(value, spec(size, undecided=0)), "nothing is reduced"
+    assert not should_reduce_at_use(given[0], spec(leaves[0], undecided=0, reduced=B)), "a leaf itself"
     resolve_types(value, spec(size, undecided=A | C))
-    assert not leans_invariant(value, wanted), "b is decided"
-    assert leans_invariant(value, spec(size, undecided=0, reduced=A)) == want
+    assert not should_reduce_at_use(value, wanted), "b is decided"
+    assert should_reduce_at_use(value, spec(size, undecided=0, reduced=A)) == want
 
 
 def test_a_view_follows_the_memory_that_it_is_of() -> None:
     base = carrying(torch.zeros(4, requires_grad=True) * 1, spec(4, undecided=C, reduced=A))
     view = carrying(base[1:], spec(3))
-    assert follow_roots([view])
+    assert resolve_from_base([view])
     assert types(view) == (A, C)
     assert same(linked_to(view), [base, view]), "and what is not known of both is decided together"
-    assert not follow_roots([view]), "nothing new"
+    assert not resolve_from_base([view]), "nothing new"
     assert types(base) == (A, C)
 
 
 def test_a_view_is_told_of_replicated_axes_alone() -> None:
     base = carrying(torch.zeros(4, requires_grad=True) * 1, spec(4, undecided=0, placements=(S0, R, R)))
     view = carrying(base[1:], spec(3))
-    assert follow_roots([view])
+    assert resolve_from_base([view])
     assert types(view) == (0, A)
 
 
@@ -175,23 +182,23 @@ def test_what_follows_nothing() -> None:
         carrying((torch.zeros(4, requires_grad=True) * 1)[1:], spec(3, undecided=0)),
     ):  # fmt: skip
         before = t.__dict__.get("_spec")
-        assert not follow_roots([t])
+        assert not resolve_from_base([t])
         assert t.__dict__.get("_spec") is before
     followed = carrying(carrying(base * 1, spec(4, undecided=0))[1:], spec(3))
-    assert follow_roots([leaf(), followed, leaf()])
+    assert resolve_from_base([leaf(), followed, leaf()])
 
 
 def test_memory_is_told_what_was_written_to_a_view_of_it() -> None:
     base = carrying(torch.zeros(4, requires_grad=True) * 1, spec(4, undecided=A | B))
     view, given = carrying(base[1:], spec(3, undecided=B, reduced=A)), leaf(3)
-    lead_root(view, [given])
+    propagate_type_to_base(view, [given])
     assert types(base) == (A, B)
     assert same(linked_to(given), [given, view, base]), "b is decided for all of them"
     resolve_types(given, spec(3, undecided=0, reduced=B))
     assert (types(base), types(view)) == ((A | B, 0), (A | B, 0))
     later, split = leaf(3), carrying(base[:1], spec(1, undecided=0, placements=(S0, R, R)))
     base.__dict__["_spec"] = spec(4)
-    lead_root(split, [later])
+    propagate_type_to_base(split, [later])
     assert types(base) == (0, A), "of an axis that splits the view nothing is known"
     assert not linked_to(later)
 
@@ -199,15 +206,15 @@ def test_memory_is_told_what_was_written_to_a_view_of_it() -> None:
 def test_a_write_to_what_is_no_view() -> None:
     t, given = computed(undecided=B), leaf()
     before = t.__dict__["_spec"]
-    lead_root(t, [given])
+    propagate_type_to_base(t, [given])
     assert t.__dict__["_spec"] is before
     assert same(linked_to(t), [t, given])
     known, other = computed(undecided=0), leaf()
-    lead_root(known, [other])
+    propagate_type_to_base(known, [other])
     assert not linked_to(other)
     base = torch.zeros(4, requires_grad=True) * 1
     view = carrying(base[1:], spec(3, undecided=A))
-    lead_root(view, [other])
+    propagate_type_to_base(view, [other])
     assert "_spec" not in base.__dict__
     assert same(linked_to(view), [view, other])
 
@@ -216,13 +223,13 @@ def test_memory_of_another_mesh_is_told_nothing() -> None:
     elsewhere = mw.Mesh({"x": 2})
     base = carrying(torch.zeros(4, requires_grad=True) * 1, Spec((4,), F32, Layout(elsewhere), 0, 1))
     before = base.__dict__["_spec"]
-    lead_root(carrying(base[1:], spec(3, undecided=0)), [])
+    propagate_type_to_base(carrying(base[1:], spec(3, undecided=0)), [])
     assert base.__dict__["_spec"] is before
 
 
 def test_memory_keeps_its_marks_and_not_what_is_known_of_its_values() -> None:
     base = carrying(torch.zeros(4, requires_grad=True) * 1, spec(4))
     base.__dict__["_spec"] = marked(base.__dict__["_spec"], Marks(known=spec(4, undecided=0)))
-    lead_root(carrying(base[1:], spec(3, undecided=0, reduced=A)), [])
+    propagate_type_to_base(carrying(base[1:], spec(3, undecided=0, reduced=A)), [])
     assert types(base) == (A, 0)
     assert marks_of(base.__dict__["_spec"]).known is None

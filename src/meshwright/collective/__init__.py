@@ -11,7 +11,7 @@ alone: a rank with an empty part must still take part.
 from __future__ import annotations
 
 from .agreement import Fact, Facts, difference, differing, together
-from .checking import WORDS, claim_all, compare, same_values, so_far
+from .checking import WORDS, claim_all, compare, compare_progress, same_values
 from .digest import digests
 from .direct_calls import OPERATORS as BY_HAND
 from .direct_calls import refuse_by_hand, sends_objects
@@ -119,6 +119,7 @@ __all__ = [
     "carries_signature",
     "claim_all",
     "compare",
+    "compare_progress",
     "connect",
     "counting",
     "cut_off",
@@ -156,7 +157,6 @@ __all__ = [
     "serving",
     "several",
     "silent",
-    "so_far",
     "sum_async",
     "together",
     "told",

@@ -77,7 +77,7 @@ def _gathered(row: Tensor, group: Group, call: Call) -> Callable[[], Tensor]:
     return arrived
 
 
-def so_far(numbers: Sequence[int], group: Group, doing: str = "") -> Callable[[], list[tuple[int, ...]]]:
+def compare_progress(numbers: Sequence[int], group: Group, doing: str = "") -> Callable[[], list[tuple[int, ...]]]:
     """Start to compare what the ranks have done so far; call the answer for the ``numbers`` of each rank.
 
     Over gloo, where a message of a few bytes costs no device a wait; where there is none nothing is sent.

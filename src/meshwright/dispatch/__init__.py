@@ -40,15 +40,15 @@ from .keys import TensorBounds, key_of, key_part, with_numbers
 from .leaves import Standin, any_linked, gradient_types, link, resolve_types
 from .plans import AS_OP, casts_of, make_rule, naming, plan_call
 from .results import global_outputs
-from .routes import ASKED, INTO_PLAIN, LISTED, Frontend, Known, Special, call, forget_ops
+from .routes import ASKED, FOREACH_OVERRIDES, INTO_PLAIN, Frontend, Known, Special, call, forget_ops
 from .views import count_write, refresh, remember, remember_detached, write_through
 
 __all__ = [
     "ASKED",
     "AS_OP",
     "BRING",
+    "FOREACH_OVERRIDES",
     "INTO_PLAIN",
-    "LISTED",
     "NO",
     "ONCE",
     "QUESTIONS",

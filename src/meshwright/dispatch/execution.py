@@ -21,7 +21,7 @@ from ..resharding.conversions import weighted
 from ..rules import Native
 from .binding import Args, Kwargs
 from .calls import disabled, map_tensors, mesh_of, saving, spec_of, tensors_in
-from .leaves import follow_roots, lead_root, leans_invariant, link, resolve_types
+from .leaves import link, propagate_type_to_base, resolve_from_base, resolve_types, should_reduce_at_use
 from .plans import CallPlan, Route, plan_call, written_spec
 from .views import BASE, PieceSource, cut_from, remember, remember_pieces, with_base
 
@@ -317,7 +317,7 @@ class Execution:
     def resolve_after(self, result: Any) -> Any:
         """As :meth:`run` where the op ran already, as a native one: types for its leaves, specs for its outputs."""
         if torch.is_grad_enabled():
-            if follow_roots(self.tensors):
+            if resolve_from_base(self.tensors):
                 return self._planned_anew()
             for i, spec in self.plan.decide:
                 if self.tensors[i].requires_grad:
@@ -331,7 +331,7 @@ class Execution:
     def _decide(self) -> bool:
         """Give leaves the types that the plan implies; whether some got others, so that another plan is needed."""
         plan, tensors = self.plan, self.tensors
-        anew = follow_roots(tensors)
+        anew = resolve_from_base(tensors)
         # Where what a value was reduced to has a type, the value has it, and all that is linked to it.
         for i, steps in plan.known:
             t = tensors[i]
@@ -344,7 +344,7 @@ class Execution:
                 anew = True
                 continue
             if t.requires_grad and "_spec" in t.__dict__:
-                if leans_invariant(t, spec):
+                if should_reduce_at_use(t, spec):
                     spec, anew = t.__dict__["_spec"].decided(), True
                 resolve_types(t, spec, _use(plan, spec.reduced) if runtime.RT.records is not None else "")
         return anew
@@ -416,7 +416,7 @@ class Execution:
             spec = written_spec(old, made) if recorded else old.with_(sums=widest((old, made)))
         self.wrap(target, marked(spec, marks))
         if recorded:
-            lead_root(target, self.tensors)
+            propagate_type_to_base(target, self.tensors)
         if plan.promised is not None:
             self.plan = replace(plan, route=plan.promised if result is target else Route.EXECUTE, promised=None)
         return target

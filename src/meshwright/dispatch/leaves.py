@@ -91,7 +91,7 @@ def any_linked(args: Sequence[Any]) -> bool:
     return True in ["_linked" in a.__dict__ for a in args if isinstance(a, Tensor)]
 
 
-def leans_invariant(t: Tensor, spec: Spec) -> bool:
+def should_reduce_at_use(t: Tensor, spec: Spec) -> bool:
     """Whether an undecided value should be reduced where it is used, not at the leaves that it was computed from.
 
     Reducing at the leaves is shared by all uses and bucketed; it is dearer where the leaves are larger than the value.
@@ -127,7 +127,7 @@ def resolve_types(t: Tensor, spec: Spec, by: str = "") -> None:
             m.__dict__.pop("_linked", None)
 
 
-def follow_roots(tensors: Sequence[Tensor]) -> bool:
+def resolve_from_base(tensors: Sequence[Tensor]) -> bool:
     """Give undecided views the types of the tensors whose memory they are; whether that told anything new.
 
     One memory has one history, so one type: a view made before the first write with a gradient knows nothing of it.
@@ -150,7 +150,7 @@ def _follow_root(t: Tensor) -> bool:
     return True
 
 
-def lead_root(t: Tensor, tensors: Sequence[Tensor]) -> None:
+def propagate_type_to_base(t: Tensor, tensors: Sequence[Tensor]) -> None:
     """After a write to ``t``: the memory that it is a view of has its types, and stays linked to what was written."""
     spec: Spec = t.__dict__["_spec"]
     base = _base_of(t)

@@ -53,7 +53,7 @@ class Route(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class SizelessPlan:
+class ShapePolymorphicPlan:
     """What was decided for calls that differ in sizes alone, and holds for all of these.
 
     ``shown``: on each rank the route that a first run showed of the native op, and the dtypes of what it gave.
@@ -107,7 +107,7 @@ class CallPlan:
     replayed: bool = False
     graded: bool = False
     mixed: bool = False
-    line: SizelessPlan | None = None
+    line: ShapePolymorphicPlan | None = None
     untyped: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -224,7 +224,7 @@ class _Planner:
         if rule is not None and kind is not None and rule.decompose is None and not (strategies or results.VERIFY):
             # What was decided for such a line, and holds for all sizes alike.
             line = (kind, Search(rule, specs, (), op.inplace, None, self.constants).kind(), frozenset(self.free))
-            decided: SizelessPlan | None = _DECIDED.find(line)
+            decided: ShapePolymorphicPlan | None = _DECIDED.find(line)
             if decided is not None:
                 self.views = decided.views
                 sizes = [(torch.Size(rule.out_shape(i)), dtype) for i, dtype in enumerate(decided.dtypes)]
@@ -256,7 +256,7 @@ class _Planner:
             choice, graded = self._choose(rule, like, False, strategies)
             line = None
         if line is not None and (types := self._sure_types(rule, like, graded)) is not None:
-            decided = SizelessPlan(tuple([dtype for _, dtype in like]), self.views, types)
+            decided = ShapePolymorphicPlan(tuple([dtype for _, dtype in like]), self.views, types)
             _DECIDED.keep(line, decided)
             return self._ruled(rule, choice, graded, decided)
         return self._ruled(rule, choice, graded)
@@ -294,7 +294,7 @@ class _Planner:
         choice = made(own)
         return choice, any(made(some) != choice for some in others)
 
-    def _ruled(self, rule: Rule, choice: Choice, graded: bool, line: SizelessPlan | None = None) -> CallPlan:
+    def _ruled(self, rule: Rule, choice: Choice, graded: bool, line: ShapePolymorphicPlan | None = None) -> CallPlan:
         op, specs, outputs = self.op, self.specs, choice.outputs
         sends: tuple[Any, ...] = ()
         if rule.local is not None:

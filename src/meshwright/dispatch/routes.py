@@ -31,7 +31,7 @@ Special = Callable[[Any, Args, Kwargs], Any]
 NATIVE, NATIVE_WITHOUT_GRAD, RETYPE_THEN_NATIVE, CONVERT_THEN_NATIVE, *_LATER = Route
 EXECUTE, FUNCTION, REDISPATCH, CAST, STAND_IN = _LATER
 # Composites over long lists of tensors (torch._foreach_*): no plan, so no key of all their specs either.
-LISTED: dict[Any, Callable[..., Any]] = {}
+FOREACH_OVERRIDES: dict[Any, Callable[..., Any]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _first_plan(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, CallPlan]:
     else:
         plan = plan_call(func, args, kwargs)
     if plan.fn is not None and plan.fn is op.composite and args and args[0].__class__ is list:
-        LISTED[func] = plan.fn
+        FOREACH_OVERRIDES[func] = plan.fn
     if autocast.active() and not plan.plain:
         key = (autocast.state(), key)
     return _kept(key, func, args, kwargs, plan)

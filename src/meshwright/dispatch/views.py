@@ -24,7 +24,7 @@ from ..ranks import runtime
 from ..resharding import executor, planner
 from .binding import Args, Kwargs
 from .calls import disabled, op_name, saving, tensors_in
-from .leaves import lead_root, resolve_types
+from .leaves import propagate_type_to_base, resolve_types
 from .plans import CallPlan, written_spec
 
 Tensor = torch.Tensor
@@ -308,7 +308,7 @@ def _replace(t: Tensor, made: Tensor, perhaps: bool = False) -> None:
             t.copy_(local)
     if torch.is_grad_enabled() and t.requires_grad:
         t.__dict__["_spec"] = marked(spec, marks_of(old).after_write())
-        lead_root(t, [t])
+        propagate_type_to_base(t, [t])
 
 
 def write_through(t: Tensor, call: Call) -> None:

@@ -25,7 +25,7 @@ from ..program.ir.subgraphs import copied, new_storage
 from .batch_weights import UPDATE_WEIGHTS, weight_of
 from .gradient_merge import GradientMerge, Merge
 from .pass_manager import Pass, PassRecord, register
-from .stage_sums import bytes_of, contributions, divided_behind, in_order_of_stages, stages_of, taken_out
+from .stage_sums import bytes_of, contributions, divide_after_reduction, in_order_of_stages, stages_of, taken_out
 
 aten = torch.ops.aten
 
@@ -156,7 +156,7 @@ class Pipeline(Pass):
         step, flush = made.parts["accumulate"], made.parts["flush"]
         step, flush = _with_loss(step, flush, merge, order.stages - 1)
         adds = {s.given.name: merge.stage_of[s.node] for s in merge.sums if s.node in merge.stage_of}
-        sums = divided_behind(flush, stages, adds, self._unit(program))
+        sums = divide_after_reduction(flush, stages, adds, self._unit(program))
         if self.schedule == UNCUT:
             return self._uncut(made, step, flush, order, axis)
         here = program.mesh.coordinate(program.rank)[axis]

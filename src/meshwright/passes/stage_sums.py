@@ -207,7 +207,9 @@ class StageSums:
     unit: float = 1.0
 
 
-def divided_behind(flush: Program, stages: Mapping[str, int], adds: Mapping[str, int], unit: float) -> StageSums:
+def divide_after_reduction(
+    flush: Program, stages: Mapping[str, int], adds: Mapping[str, int], unit: float
+) -> StageSums:
     """Let an update divide gradients after they were reduced, not before, and say what reduces them.
 
     Args:
@@ -421,4 +423,4 @@ def _copied(graph: fx.Graph, sums: Collection[fx.Node]) -> None:
     output.args = (tuple(made.get(n, n) for n in output.args[0]),)
 
 
-__all__ = ["StageSums", "bytes_of", "contributions", "divided_behind", "stages_of", "taken_out"]
+__all__ = ["StageSums", "bytes_of", "contributions", "divide_after_reduction", "stages_of", "taken_out"]

@@ -59,12 +59,12 @@ def attention(
         fixed = [*heads[0], "t", "s"]
         lead = ["..."] * (attn_mask.ndim >= len(fixed))
         inputs[attn_mask] = [*lead, *aligned(fixed, attn_mask.shape[-len(fixed) :])]
-    moved = moved_to_heads("scaled_dot_product_attention", query, key, value, 0.5 * is_causal, attn_mask)
+    moved = ulysses_axes("scaled_dot_product_attention", query, key, value, 0.5 * is_causal, attn_mask)
     without = "attn_mask" if attn_mask is not None else "dropout_p" if dropout_p > 0.0 else ""
     bounds, joint = bounded("scaled_dot_product_attention", query, key, value, moved, without)
     return notation(
         inputs, ["...", *heads[0], "t", "e"], sizes=sizes, linear=[value], heavy=True, local=partial(_local, bounds),
-        joint=joint, decompose=by_heads(moved, torch.nn.functional.scaled_dot_product_attention),
+        joint=joint, decompose=ulysses(moved, torch.nn.functional.scaled_dot_product_attention),
     )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ TAKEN_WHERE |= dict.fromkeys(("scaled_dot_product_attention", "attention"), "the
 BOUNDED |= {"scaled_dot_product_attention", "attention"}
 
 
-def moved_to_heads(
+def ulysses_axes(
     op: str, query: Arg, key: Arg, value: Arg, shared: float, mask: Arg | None = None, reach: int | None = None
 ) -> dict[str, str]:
     """The axes that split the sequence and are to split the heads instead; to each what speaks against it, or nothing.
@@ -111,7 +111,7 @@ def moved_to_heads(
     return found
 
 
-def by_heads(moved: Mapping[str, str], call: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
+def ulysses(moved: Mapping[str, str], call: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
     """The op as a composition that splits heads, with what attends whole rows; None where no axis is to."""
     return partial(_by_heads, moved, call) if moved else None
 

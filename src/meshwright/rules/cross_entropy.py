@@ -16,7 +16,7 @@ from .. import compat
 from ..operators import internal, operator, part_of
 from .dims import with_row
 from .factor_notation import Arg, Letters, Local, LocalFn, Rule, notation, rule
-from .index import Shelf
+from .index import VocabRange
 from .loss import MEAN, NONE, SUM, by_rows, weighed
 
 Tensor = torch.Tensor
@@ -129,7 +129,7 @@ def reduced(loss: Tensor, reduction: int, target: Tensor, weight: Tensor | None,
 # ---------------------------------------------------------------------------------------------- internal ops
 
 
-def own_class(target: Tensor, shelf: Shelf, ignore_index: int) -> tuple[Tensor, Tensor]:
+def own_class(target: Tensor, shelf: VocabRange, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Whether a target is one of this rank's classes, and its place there: 0 where it is elsewhere or ignored, out of
     range where it is nowhere."""
     place, away = shelf.find(target)
@@ -147,8 +147,8 @@ def of_class(x: Tensor, classes: int, place: Tensor) -> Tensor:
         raise
 
 
-def _shelf(ctx: Local) -> Shelf:
-    return Shelf(*ctx.bounds("c"), ctx.rule.sizes["c"])
+def _shelf(ctx: Local) -> VocabRange:
+    return VocabRange(*ctx.bounds("c"), ctx.rule.sizes["c"])
 
 
 @part_of("cross_entropy", "input", "row maxima", "target", "weight")
@@ -159,7 +159,7 @@ def class_sums(
     """Per row: sum of exp(x - top), logit of the target, and with ``spread`` the (weighted) sum of the
     logits."""
     classes = x.shape[0 if x.ndim == 1 else 1]
-    return _class_sums(x, top, target, weight, ignore_index, spread, Shelf(0, classes, classes))
+    return _class_sums(x, top, target, weight, ignore_index, spread, VocabRange(0, classes, classes))
 
 
 @rule("class_sums")
@@ -181,7 +181,7 @@ def _class_sums_rule(x: Arg, top: Arg, target: Arg, weight: Arg | None, ignore_i
 
 
 def _class_sums(
-    x: Tensor, top: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, spread: bool, shelf: Shelf
+    x: Tensor, top: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, spread: bool, shelf: VocabRange
 ) -> Tensor:
     classes = 0 if x.ndim == 1 else 1
     own, place = own_class(target, shelf, ignore_index)
@@ -293,7 +293,7 @@ _EXP_TIMES = operator(
 def target_weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """Per row: the weight of its class, or 1; 0 where the target is ignored."""
     classes = 0 if weight is None else len(weight)
-    return _target_weights(target, weight, ignore_index, Shelf(0, classes, classes))
+    return _target_weights(target, weight, ignore_index, VocabRange(0, classes, classes))
 
 
 @rule("target_weights")
@@ -306,7 +306,7 @@ def _target_weights_rule(target: Arg, weight: Arg | None, ignore_index: int) -> 
     return notation(given, target.letters, reduced="c", local=local if weight is not None else None)
 
 
-def _target_weights(target: Tensor, weight: Tensor | None, ignore_index: int, shelf: Shelf) -> Tensor:
+def _target_weights(target: Tensor, weight: Tensor | None, ignore_index: int, shelf: VocabRange) -> Tensor:
     if weight is None:
         return (target != ignore_index).to(torch.int64)
     own, place = own_class(target, shelf, ignore_index)
@@ -347,7 +347,7 @@ def _nll_mean(
 
 
 def _pick(
-    shelf: Shelf,
+    shelf: VocabRange,
     x: Tensor,
     target: Tensor,
     weight: Tensor | None = None,

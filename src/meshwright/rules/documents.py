@@ -20,7 +20,7 @@ from ..compat import FakeTensor
 from ..errors import DesyncError, DispatchError
 from ..operators import internal, kept_whole, operator, part_of
 from ..ranks import runtime
-from .attention import by_heads, moved_to_heads, shares
+from .attention import shares, ulysses, ulysses_axes
 from .attention_blocks import QueryRows, attend, flat, in_blocks, seen
 from .attention_tiles import work
 from .factor_notation import STRATEGIES, Arg, Local, LocalFn, Rule, composite, notation, rule
@@ -312,7 +312,7 @@ def _attention_rule(
     if documents is not None:
         inputs[documents] = [*(lead if documents.ndim > 1 else []), "s"]
     reach = window - 1 if causal and window and documents is None else None
-    moved = moved_to_heads("attention", query, key, value, -1.0 if documents is not None else 0.0, reach=reach)
+    moved = ulysses_axes("attention", query, key, value, -1.0 if documents is not None else 0.0, reach=reach)
     bounds, joint = bounded("attention", query, key, value, moved, more=int(documents is not None))
     if reach is not None and (
         bounds is None or (bounds.name == "gather" and reached(reach, key, value) <= bounds.most)
@@ -320,7 +320,7 @@ def _attention_rule(
         bounds, joint = None, list(near(query, key, value, moved))
     return notation(
         inputs, [*lead, ("h", "g"), "t", "e"], sizes=sizes, whole="s d e", linear=[value], heavy=True,
-        local=partial(_local, bounds), joint=joint, decompose=by_heads(moved, document_attention),
+        local=partial(_local, bounds), joint=joint, decompose=ulysses(moved, document_attention),
     )  # fmt: skip
 
 

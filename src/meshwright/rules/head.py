@@ -17,7 +17,7 @@ from ..layout import Shard, Spec, chunk_bounds
 from ..operators import KEPT, internal, kept_whole, operator, part_of
 from .cross_entropy import losses, of_class, own_class, reduced
 from .factor_notation import Arg, Local, LocalFn, Rule, composite, notation, rule
-from .index import Shelf
+from .index import VocabRange
 from .loss import MEAN, NONE, SUM
 
 Tensor = torch.Tensor
@@ -123,7 +123,7 @@ def head_sums(
     """Per row: of each of so many blocks of classes the log of the sum of exp(logits), then the logit of the target,
     and with ``spread`` the (weighted) sum of the logits."""
     blocks = [at for p in range(parts) for at in chunk_bounds(len(w), parts, p)]
-    return _head_sums(x, w, bias, target, weight, ignore_index, blocks, spread, Shelf(0, len(w), len(w)))
+    return _head_sums(x, w, bias, target, weight, ignore_index, blocks, spread, VocabRange(0, len(w), len(w)))
 
 
 @rule("head_sums")
@@ -131,7 +131,7 @@ def _head_sums_rule(
     x: Arg, w: Arg, bias: Arg | None, target: Arg, weight: Arg | None, ignore_index: int, parts: int, spread: bool
 ) -> Rule:
     def local(ctx: Local) -> LocalFn:
-        shelf, split = Shelf(*ctx.bounds("c"), ctx.rule.sizes["c"]), ctx.axes("c")
+        shelf, split = VocabRange(*ctx.bounds("c"), ctx.rule.sizes["c"]), ctx.axes("c")
         mine = [ctx.here[a] for a in split] or range(parts)
         blocks = [-1] * (2 * parts)
         for p in mine:
@@ -152,7 +152,7 @@ def _head_sums_rule(
 
 def _head_sums(
     x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, weight: Tensor | None, ignore_index: int,
-    blocks: Blocks, spread: bool, shelf: Shelf,
+    blocks: Blocks, spread: bool, shelf: VocabRange,
 ) -> Tensor:  # fmt: skip
     own, place = own_class(target, shelf, ignore_index)
     # Aliases: what is given are distributed tensors again when the backward runs.

@@ -209,7 +209,7 @@ def sum_op(x: Arg) -> str:
 
 
 @dataclass(frozen=True)
-class Shelf:
+class VocabRange:
     """This rank's part of a dim that is looked up: rows from ``start`` to ``stop`` of ``size``.
 
     ``wraps``: negative indices count from the end.
@@ -258,8 +258,8 @@ class Shelf:
         return run
 
 
-def shelf_of(ctx: Local, factor: str, size: int, wraps: bool = False) -> Shelf | None:
-    return Shelf(*ctx.bounds(factor), size, wraps) if size and ctx.is_split(factor) else None
+def shelf_of(ctx: Local, factor: str, size: int, wraps: bool = False) -> VocabRange | None:
+    return VocabRange(*ctx.bounds(factor), size, wraps) if size and ctx.is_split(factor) else None
 
 
 def widened(away: Tensor, after: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from .dims import aligned, names, part, put, with_row
 from .factor_notation import Arg, Local, LocalFn, Rule, composite, lines, notation, rule
-from .index import Index, Shelf, full_slices, is_mask, items_of, paired, read_index, shelf_of, widened
+from .index import Index, VocabRange, full_slices, is_mask, items_of, paired, read_index, shelf_of, widened
 
 Tensor = torch.Tensor
 
@@ -174,7 +174,7 @@ def index_put_(x: Any, indices: Any, values: Any, accumulate: bool = False) -> A
 
 # ---------------------------------------------------------------------------------------- writes in a shard
 
-Shelves = dict[int, Shelf]  # split dim to this rank's part of it
+Shelves = dict[int, VocabRange]  # split dim to this rank's part of it
 
 
 def _set_here(shelves: Shelves) -> LocalFn:
@@ -233,7 +233,7 @@ class _WrittenCut:
     taken: int | None = None  # None: all
 
 
-def _cut(a: slice, n: int, shelf: Shelf | None) -> _WrittenCut:
+def _cut(a: slice, n: int, shelf: VocabRange | None) -> _WrittenCut:
     if shelf is None:
         return _WrittenCut(a, len(range(*a.indices(n))))
     lo, hi, step = a.indices(shelf.size)
@@ -258,7 +258,7 @@ def _own_part(
     local: list[Any] = []
     looked: list[int] = []  # where in ``local`` index tensors stand
     places: list[int] = []  # and before which of ``cuts``
-    shelf_at: dict[int, Shelf] = {}
+    shelf_at: dict[int, VocabRange] = {}
     for a in items_of(x, index) or []:
         if a is None:
             cuts.append(_WrittenCut(None, 1))
@@ -303,7 +303,7 @@ def _narrowed(value: Any, cuts: list[_WrittenCut], at: int, shapes: Sequence[Seq
 
 
 def _select(
-    x: Tensor, local: list[Any], looked: list[int], shelf_at: dict[int, Shelf], value: Any, width: int, at: int,
+    x: Tensor, local: list[Any], looked: list[int], shelf_at: dict[int, VocabRange], value: Any, width: int, at: int,
     accumulate: bool,
 ) -> tuple[tuple[Any, ...], Any]:  # fmt: skip
     """Have the entries of the index tensors that are in other ranks' shards change nothing in this one.

@@ -631,7 +631,7 @@ def read(t: DistTensor) -> Tensor:
                     continue
                 group, op = collective.group(spec.mesh, (a,)), getattr(p, "op", "")
                 if spec.ndim or not collective.carries_signature(group, spec.dtype, op):
-                    collective.so_far((), group, f"to read what is read at {rt.tag}")()
+                    collective.compare_progress((), group, f"to read what is read at {rt.tag}")()
         return whole(t)
     finally:
         rt.tag = ""

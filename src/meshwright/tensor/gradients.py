@@ -167,7 +167,7 @@ def _put(p: DistTensor, g: DistTensor) -> None:
     hold(p, None if inside else g)
 
 
-def lay_aside(p: DistTensor) -> bool:
+def stash_assigned_grad(p: DistTensor) -> bool:
     """Lay an assigned gradient aside, to which the backward that runs would not add as on one device; whether it was.
 
     Not where the backward is to be differentiated: its gradients are new tensors on one device, too.
@@ -221,7 +221,7 @@ def bring(p: DistTensor) -> None:
         _put(p, given)
 
 
-def given_grad(p: Tensor, g: Tensor) -> bool:
+def assigned_grad(p: Tensor, g: Tensor) -> bool:
     """Whether a gradient was assigned: somebody else may have its memory."""
     return p.__dict__.get("_given") is g
 
@@ -283,7 +283,7 @@ def guard(p: DistTensor, given: Spec) -> None:
 
     def before(grad: Tensor | None) -> None:
         own = ref()
-        if own is not None and grad is not None and "_sync" not in own.__dict__ and not lay_aside(own):
+        if own is not None and grad is not None and "_sync" not in own.__dict__ and not stash_assigned_grad(own):
             _convert_slot(own)
 
     thawed = p.requires_grad
@@ -315,12 +315,12 @@ __all__ = [
     "Coming",
     "LentGradient",
     "accumulates",
+    "assigned_grad",
     "bring",
-    "given_grad",
     "guard",
     "held",
     "hold",
     "in_slot",
     "in_spec",
-    "lay_aside",
+    "stash_assigned_grad",
 ]

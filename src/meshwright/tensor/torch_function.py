@@ -12,7 +12,7 @@ from ..collective import OP, op_range, profiler
 from ..compat import python_dispatch as torchs
 from ..dispatch import (
     ASKED,
-    LISTED,
+    FOREACH_OVERRIDES,
     NO,
     Args,
     Frontend,
@@ -92,9 +92,9 @@ def dispatch(
         return op_range(resolve(func).name, dispatch, func, types, args, kwargs, known)
     key: Any = None
     if known is None:
-        if args and args[0].__class__ is list and func in LISTED:
+        if args and args[0].__class__ is list and func in FOREACH_OVERRIDES:
             args, kwargs = with_stand_ins(func, args, kwargs or NO) or (args, kwargs)
-            return LISTED[func](*args, **kwargs or NO)
+            return FOREACH_OVERRIDES[func](*args, **kwargs or NO)
         try:
             key = (func, *[a._spec if a.__class__ is DistTensor else key_part(a, func) for a in args])
         except TensorBounds:

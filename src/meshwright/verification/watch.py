@@ -22,7 +22,7 @@ from ..dispatch import QUESTIONS, disabled, gradient_types
 from ..layout import Spec
 from ..local_tensor import bare
 from ..ranks import runtime
-from ..shard.parameters.stored import AS_SEEN, stored
+from ..shard.parameters.stored import UNSHARDED, stored
 from ..tensor import DistTensor, GradientHook, methods
 from ..tensor.dist_tensor import GLOBAL_METHODS
 from . import doubled
@@ -152,7 +152,7 @@ def watch_gradient(t: Tensor, seen: Observed, tell: Tell) -> None:
 
     with disabled():
         # Gradients of parameters that are stored split are added up at the leaf only for hooks of the user's.
-        add_hook(t, told if stored(t) == AS_SEEN else GradientHook(t, told))
+        add_hook(t, told if stored(t) == UNSHARDED else GradientHook(t, told))
 
 
 def random_state() -> int:

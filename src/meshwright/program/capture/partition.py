@@ -29,7 +29,7 @@ from ...shard.optimizers.states import chunk_spec
 from ...shard.parameters.chain import between, chain
 from ...shard.parameters.packing import own_part
 from ...shard.parameters.precision import put
-from ...shard.parameters.stored import AS_SEEN, Axes, Stored
+from ...shard.parameters.stored import UNSHARDED, Axes, Stored
 from ...tensor import tell as wrap
 from ..ir.edges import put_stages
 from ..ir.inplace import note_writes, storages, written
@@ -188,7 +188,7 @@ class _Partition:
         spec = self.laid.stored.get(source.node, seen)
         shape = torch.Size(spec.local_shape(self.here))
         with self.captured.mode:
-            strides, how = _lies(source, shape, spec), self.laid.kept.get(source.node, AS_SEEN)
+            strides, how = _lies(source, shape, spec), self.laid.kept.get(source.node, UNSHARDED)
             local = leaf = torch.empty_strided(shape, strides, dtype=spec.dtype, device=self.mesh.device)
             if how.device:
                 local = torch.empty_strided(shape, strides, dtype=spec.dtype, device=how.device)

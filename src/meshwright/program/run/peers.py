@@ -15,7 +15,7 @@ from ...layout import Layout
 from ...mesh import Mesh
 from ...ranks import runtime
 from ...shard.gradients.batches import SameBatches
-from ...shard.gradients.replicas import astray
+from ...shard.gradients.replicas import first_divergent_replica
 from ...tensor import DistTensor
 from .bind import Bound, Carrier
 
@@ -79,7 +79,7 @@ class Peers:
         """
         if self.whole or self.mesh.size == 1:
             return program
-        heard = collective.so_far((int(program),), collective.group(self.mesh), "")
+        heard = collective.compare_progress((int(program),), collective.group(self.mesh), "")
         return all(word for (word,) in heard())
 
     def evaluate(self, bound: Bound, leaves: Sequence[Any]) -> Any:
@@ -110,7 +110,7 @@ class Peers:
         group = collective.group(self.mesh)
         numbers = zlib.crc32(repr((rates, self.states)).encode())
         words = (numbers, self.batches, bound.writes() - bound.seen, int(torn), *self.taken.words(group))
-        heard = collective.so_far(words, group, doing(leaves, "a captured step") if self.whole else "")
+        heard = collective.compare_progress(words, group, doing(leaves, "a captured step") if self.whole else "")
         return lambda: self._judge(bound, group, heard(), rates)
 
     def _judge(self, bound: Bound, group: collective.Group, heard: list[tuple[int, ...]], rates: list[float]) -> None:
@@ -132,7 +132,7 @@ class Peers:
         text = f"parameters were not written to equally often on all ranks since the last update ({counts})"
         if any(torn):
             text = "an earlier call ended with an error or an interrupt on some rank"
-        first = astray(self._values(bound), group) if self.whole else ""
+        first = first_divergent_replica(self._values(bound), group) if self.whole else ""
         if first:
             raise DesyncError(f"the ranks hold {first}; {text}; load the same weights and states on all ranks")
         if not self.whole and len(set(writes)) > 1:

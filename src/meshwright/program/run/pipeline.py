@@ -251,7 +251,7 @@ def check_rows(leaves: Sequence[Any], mesh: Mesh, axis: int) -> None:
         DesyncError: on every rank, where some have batches of other sizes: stages would wait for each other forever.
     """
     own = [x.shape[0] if isinstance(x, Tensor) and x.ndim else -1 for x in leaves][: collective.WORDS]
-    everyone = collective.so_far(own, collective.group(mesh), "a step of a pipeline")()
+    everyone = collective.compare_progress(own, collective.group(mesh), "a step of a pipeline")()
     for rank, other in zip(mesh.ranks, everyone, strict=True):
         for i, (n, m) in enumerate(zip(everyone[0], other, strict=False)):
             if n != m:

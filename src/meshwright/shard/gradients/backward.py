@@ -21,12 +21,12 @@ from ...local_tensor import bare, get_grad, set_grad
 from ...mesh import Mesh
 from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
-from ...tensor import DistTensor, held, hold, in_spec, lay_aside, wrap
+from ...tensor import DistTensor, held, hold, in_spec, stash_assigned_grad, wrap
 from ..parameters.names import names_of
 from ..parameters.packing import Packing, split_dim
 from ..parameters.stored import near, on_host, reduce_dtype
 from .buckets import Bucket, Buckets
-from .reductions import InFlight, Reduction, Scattering, give
+from .reductions import PendingReduction, Reduction, Scattering, give
 
 Tensor = torch.Tensor
 _engine: Any = compat.execution_engine
@@ -42,7 +42,9 @@ class Synced(Protocol):
     interrupted: bool  # the last backward raised: gradients may be left Partial
     apart: set[int]
     order: list[int] | None
-    reduce: Callable[[Sequence[DistTensor]], list[InFlight]] | None  # starts the reduction of stored parameters' sums
+    reduce: (
+        Callable[[Sequence[DistTensor]], list[PendingReduction]] | None
+    )  # starts the reduction of stored parameters' sums
 
     def buckets(self) -> Buckets:
         """How the gradients of the next backward are divided."""
@@ -106,8 +108,8 @@ class Backward:
         self.plan = sync.buckets()
         self.left = [set(b.members) for b in self.plan.buckets]  # gradients that it has not brought yet
         self.launched = self.served = self.settled = 0
-        self.in_flight: list[InFlight] = []
-        self.staged: list[InFlight] = []  # those of them that have a second collective
+        self.in_flight: list[PendingReduction] = []
+        self.staged: list[PendingReduction] = []  # those of them that have a second collective
         self.order: list[int] = []
         # Whether there is something for its end: one that only gathers weights again, some ranks do not have.
         self.brought = False
@@ -197,12 +199,12 @@ class Backward:
             for earlier in self.staged:
                 earlier.advance()
 
-    def _send(self, started: Sequence[InFlight]) -> None:
+    def _send(self, started: Sequence[PendingReduction]) -> None:
         """Keep reductions that were started."""
         self.in_flight += started
         self.staged += [s for s in started if s.pending.staged]
 
-    def _start(self, bucket: Bucket, members: list[int], grads: list[Tensor]) -> InFlight:
+    def _start(self, bucket: Bucket, members: list[int], grads: list[Tensor]) -> PendingReduction:
         """Start the reduction of gradients that were taken from their parameters."""
         mesh = self.sync.mesh
         params, specs = [self.sync.params[i] for i in members], [self.plan.synced[i] for i in members]
@@ -239,7 +241,7 @@ class Backward:
         made, group = self.sums.pop(id(p), None), self.groups.pop(id(p), None)
         if made is None or group is None:
             return
-        lay_aside(p)
+        stash_assigned_grad(p)
         before = held(p)
         with torch.no_grad(), disabled():
             if before is not None:

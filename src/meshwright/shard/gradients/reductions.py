@@ -20,7 +20,7 @@ from ..parameters.stored import on_host
 Tensor = torch.Tensor
 
 
-class InFlight:
+class PendingReduction:
     """One collective with the gradients of some parameters, each of which holds it in the place of its gradient."""
 
     pending: collective.Pending
@@ -48,7 +48,7 @@ class _Seat:
 
     __slots__ = ("kept", "source")
 
-    def __init__(self, source: InFlight, kept: DistTensor | Coming | None) -> None:
+    def __init__(self, source: PendingReduction, kept: DistTensor | Coming | None) -> None:
         self.source, self.kept = source, kept
 
     def finalize(self, p: DistTensor) -> None:
@@ -99,7 +99,7 @@ def hold_beside(p: DistTensor, g: DistTensor) -> None:
         seat.kept = g
 
 
-class Reduction(InFlight):
+class Reduction(PendingReduction):
     """An all-reduce: afterwards each gradient is a view of the buffer, in the layout of its parameter.
 
     Those of parameters that are stored on the host are views of a copy of it there; they travel with no others.
@@ -133,7 +133,7 @@ class Reduction(InFlight):
         return self.views[k]
 
 
-class Scattering(InFlight):
+class Scattering(PendingReduction):
     """A reduce-scatter: afterwards each rank has its chunk of each gradient.
 
     Args:
@@ -190,4 +190,4 @@ def partial_axes(spec: Spec) -> tuple[int, ...]:
     return tuple(a for a, p in enumerate(spec.layout.placements) if isinstance(p, Partial) and sizes[a] > 1)
 
 
-__all__ = ["InFlight", "Reduction", "Scattering", "give", "hold_beside", "partial_axes"]
+__all__ = ["PendingReduction", "Reduction", "Scattering", "give", "hold_beside", "partial_axes"]

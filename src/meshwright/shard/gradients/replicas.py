@@ -13,7 +13,9 @@ from ...ranks import runtime
 Tensor = torch.Tensor
 
 
-def astray(values: Mapping[str, tuple[Layout, Tensor]], group: collective.Group, *, whole: bool = True) -> str:
+def first_divergent_replica(
+    values: Mapping[str, tuple[Layout, Tensor]], group: collective.Group, *, whole: bool = True
+) -> str:
     """The first value that ranks of a group hold differently though they hold the same part, with both sides.
 
     Args:
@@ -27,7 +29,7 @@ def astray(values: Mapping[str, tuple[Layout, Tensor]], group: collective.Group,
 
 
 def facts_of(values: Mapping[str, tuple[Layout, Tensor]], *, whole: bool = True) -> list[collective.Fact]:
-    """What ranks tell each other for :func:`astray`."""
+    """What ranks tell each other for :func:`first_divergent_replica`."""
     digests = collective.digests([t for _, t in values.values()], whole=whole)
     facts = []
     for (name, (layout, _)), digest in zip(values.items(), digests, strict=True):
@@ -37,4 +39,4 @@ def facts_of(values: Mapping[str, tuple[Layout, Tensor]], *, whole: bool = True)
     return facts
 
 
-__all__ = ["astray", "facts_of"]
+__all__ = ["facts_of", "first_divergent_replica"]

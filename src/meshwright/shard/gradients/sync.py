@@ -39,13 +39,13 @@ from ...mesh import Mesh
 from ...ranks import runtime
 from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
-from ...tensor import DistTensor, accumulates, lay_aside, wrap
+from ...tensor import DistTensor, accumulates, stash_assigned_grad, wrap
 from ..parameters.stored import on_host, stored
 from .backward import Backward, begin, call_after
 from .batches import SameBatches
 from .buckets import Buckets
 from .reductions import hold_beside
-from .replicas import astray
+from .replicas import first_divergent_replica
 
 Tensor = torch.Tensor
 DRIFT = (
@@ -173,7 +173,7 @@ class GradSync:
             sample = zlib.crc32(repr(collective.digests(self._replicas(axes), whole=False)).encode()) if sampled else 0
             self.marks[axes] = now
             words += [sample, *self.batches.words(group)]
-            answers.append(functools.partial(self._judge, group, collective.so_far(words, group)))
+            answers.append(functools.partial(self._judge, group, collective.compare_progress(words, group)))
         return [*answers, self._compare_values] if runtime.RT.check else answers
 
     def _replicas(self, axes: Sequence[int]) -> list[Tensor]:
@@ -189,7 +189,7 @@ class GradSync:
                 spec = None if g is None else g.__dict__.get("_spec")
                 if g is not None and spec is not None:
                     values[f"the gradient of {name}"] = spec.layout, bare(g)
-        first = astray(values, collective.group(self.mesh))
+        first = first_divergent_replica(values, collective.group(self.mesh))
         if first:
             raise DesyncError(f"the ranks hold {first}, after the backward at {runtime.user_line()}: {DRIFT}")
 
@@ -221,16 +221,18 @@ class GradSync:
             self._judge_values(group)
 
     def _judge_values(self, group: collective.Group) -> None:
-        first = self._astray(group)
+        first = self._first_divergent(group)
         if first:
             raise DesyncError(f"the ranks hold {first}, after the backward at {runtime.user_line()}: {DRIFT}")
 
-    def _astray(self, group: collective.Group) -> str:
-        return astray({n: (p._spec.layout, bare(p)) for n, p in zip(self.names, self.params, strict=True)}, group)
+    def _first_divergent(self, group: collective.Group) -> str:
+        return first_divergent_replica(
+            {n: (p._spec.layout, bare(p)) for n, p in zip(self.names, self.params, strict=True)}, group
+        )
 
     def _judge_writes(self, group: collective.Group, written: Sequence[int]) -> None:
         # Where the values are still the same on all ranks (weights swapped and put back, say) nothing is wrong.
-        first = self._astray(group)
+        first = self._first_divergent(group)
         counts = ", ".join(f"{n} on rank {r}" for r, n in zip(group.ranks, written, strict=True))
         text = (
             f"parameters were not written to equally often on all ranks since the last backward ({counts}): did one "
@@ -306,7 +308,7 @@ class GradSync:
         if "_given" in p.__dict__:
             if self.enabled and accumulates(p):
                 self.backward()  # whose end comes first
-            if lay_aside(p):
+            if stash_assigned_grad(p):
                 self.added += 1
                 return
         with disabled():

@@ -27,7 +27,7 @@ from ..initialization.values import Init, ValueOrigin, become, give_values, orig
 from ..parameters.host import HOST, in_host_memory
 from ..parameters.names import Globs, Names, inside, matching
 from ..parameters.precision import PRECISION_WANTED, Dtypes, Precisions, casts_of
-from ..parameters.stored import AS_SEEN, ON_WANTED, OVER_WANTED, Over, Storage, Stored, on_host, stored
+from ..parameters.stored import ON_WANTED, OVER_WANTED, UNSHARDED, Over, Storage, Stored, on_host, stored
 from ..units import stored as units
 from .constraints import Inputs, Outputs, hooked
 from .facts import facts_of
@@ -170,7 +170,7 @@ def _laid(
         facts += [*facts_of(names, plan, origins), *(Fact(f"precision {part!r}") for part in casts.parts())]
         facts += [Fact(f"{name} is {how.text(mesh)}") for name, how in kept.items()]
     for name, spec in plan.items():
-        _lay(names, name, spec, hosted=kept.get(name, AS_SEEN).device is not None)
+        _lay(names, name, spec, hosted=kept.get(name, UNSHARDED).device is not None)
     list(casts.attach(model))  # in front of the constraints: what those send has the dtype
     for found, kind in zip(hooks, (Inputs, Outputs), strict=True):
         for module, constraint in found:
@@ -291,7 +291,7 @@ def lay_module(
         origins = origins_of(names.tensors)
         facts += facts_of(names, plan, origins)
     for name in specs:
-        t, hosted = names.tensors[name], kept.get(name, AS_SEEN).device is not None
+        t, hosted = names.tensors[name], kept.get(name, UNSHARDED).device is not None
         if name in plan:
             _lay(names, name, plan[name], hosted=hosted)
         elif hosted:

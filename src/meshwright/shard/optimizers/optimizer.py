@@ -29,7 +29,7 @@ from ...local_tensor import OPEN, bare, close_tensors, get_grad, mine, open_tens
 from ...ranks import runtime
 from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
-from ...tensor import DistTensor, LentGradient, call_enabled, given_grad, guard, hold, in_slot, wrap
+from ...tensor import DistTensor, LentGradient, assigned_grad, call_enabled, guard, hold, in_slot, wrap
 from ..gradients.sync import sync_of
 from ..parameters.host import check_device
 from ..parameters.stored import Axes
@@ -220,7 +220,7 @@ class OptimizerBinding:
     def _fitted(self, i: int, p: DistTensor, g: Tensor) -> Tensor:
         """A gradient in the layout of its parameter."""
         own: Spec = g.__dict__.get("_spec") or p._spec.grad()
-        wanted, given = self.wanted[i], given_grad(p, g)
+        wanted, given = self.wanted[i], assigned_grad(p, g)
         copied = marks_of(own).copied
         if copied:  # of one flat tensor, maybe, which nobody could have laid as all parameters are
             refresh(g, call_enabled)

@@ -48,12 +48,12 @@ class Stored:
         return f"stored on {on}, {over}{f', {self.dtypes}' if self.dtypes else ''}"
 
 
-AS_SEEN = Stored()
+UNSHARDED = Stored()
 
 
 def stored(p: Tensor) -> Stored:
     """How a parameter is kept."""
-    found: Stored = p.__dict__.get(STORED, AS_SEEN)
+    found: Stored = p.__dict__.get(STORED, UNSHARDED)
     return found
 
 
@@ -156,7 +156,7 @@ class Storage:
             if said is not None and n not in axes:
                 said = said._replace(gather=None)
             record = Stored(axes.get(n, ()), HOST if n in hosted else None, None if said == plain else said)
-            if record != AS_SEEN:
+            if record != UNSHARDED:
                 found[n] = replace(record, unit=units[n])
         return found
 
@@ -196,10 +196,10 @@ def _globs(said: Any) -> Mapping[str, Any]:
 
 
 __all__ = [
-    "AS_SEEN",
     "ON_WANTED",
     "OVER_WANTED",
     "STORED",
+    "UNSHARDED",
     "Axes",
     "Over",
     "Storage",

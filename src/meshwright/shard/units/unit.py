@@ -25,7 +25,7 @@ from ...resharding import executor
 from ...tensor import OPEN, DistTensor, held, hold
 from ..gradients.backward import Backward
 from ..gradients.buckets import Bucket
-from ..gradients.reductions import InFlight, Reduction, Scattering, partial_axes
+from ..gradients.reductions import PendingReduction, Reduction, Scattering, partial_axes
 from ..gradients.sync import GradSync
 from ..parameters.chain import Chain, chain
 from ..parameters.host import HOST, Lane, check_place
@@ -41,7 +41,7 @@ Tensor = torch.Tensor
 Part = tuple[list[DistTensor], Packing, collective.Pending]
 
 
-class Begun(NamedTuple):
+class PendingGather(NamedTuple):
     """Parameters of a unit on their way: what they were, all-gathers, those that need none, and where that runs."""
 
     state: Any
@@ -62,7 +62,7 @@ class _Way(threading.local):
     def __init__(self) -> None:
         self.cursor = 0
         self.seen: list[Unit] = []
-        self.ahead: dict[Unit, Begun] = {}  # gathers under way
+        self.ahead: dict[Unit, PendingGather] = {}  # gathers under way
         self.wholes: dict[Unit, tuple[Any, list[Tensor]]] = {}  # what was gathered and kept, and of which state
 
 
@@ -139,7 +139,7 @@ class Zero:
 
     # -- gradients ------------------------------------------------------------------------------------
 
-    def reduce(self, params: Sequence[DistTensor]) -> list[InFlight]:
+    def reduce(self, params: Sequence[DistTensor]) -> list[PendingReduction]:
         """Start the reduction of the contributions that are held for these parameters: each rank keeps its chunk."""
         groups: dict[Any, list[DistTensor]] = {}
         for p in params:
@@ -147,7 +147,7 @@ class Zero:
             if g is not None and g._spec.layout.partial:
                 alike = stored(p).axes, partial_axes(g._spec), g.dtype, p._spec.grad_wire, on_host(p) and p._spec.dtype
                 groups.setdefault(alike, []).append(p)
-        started: list[InFlight] = []
+        started: list[PendingReduction] = []
         for (own, axes, *_), members in groups.items():
             grads = [bare(g) for g in map(held, members) if g is not None]
             for p in members:
@@ -289,7 +289,7 @@ class Unit:
         if self not in ahead and self.known() is None and not any(aliased(p, self.zero.mesh) for p in self.params):
             ahead[self] = self._begin()
 
-    def _begin(self) -> Begun:
+    def _begin(self) -> PendingGather:
         # That versions are counted; and no checkpoint takes what is gathered early for a part of its forward.
         with torch.inference_mode(False), torch.no_grad(), disabled(), compat.outside_modes():
             device, state = self.zero.mesh.device, self.versions()
@@ -299,7 +299,7 @@ class Unit:
                 parts = [self._send(members, ways[id(members[0])], near) for members in self._parts(ways)]
                 # What needs nothing to be started is made where it is asked for.
                 own = {i: executor.ready(w.cast).run(near[i]) for i, w in ways.items() if w.copy and not w.gather}
-            return Begun(state, parts, own, lane)
+            return PendingGather(state, parts, own, lane)
 
     def versions(self) -> list[Any]:
         """What changes when a parameter is written to."""
@@ -376,7 +376,7 @@ class Unit:
         if self in running.ahead:
             running.ahead.pop(self).wait()
 
-    def reduce(self) -> list[InFlight]:
+    def reduce(self) -> list[PendingReduction]:
         """Start to reduce the contributions to its gradients that are held, as ``no_sync`` leaves them: who reads one
         waits for it."""
         return self.zero.reduce(self.params)
