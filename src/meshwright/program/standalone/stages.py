@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from ...mesh import Mesh
 from ..ir.nodes import Value
 from ..ir.program import ONCE, Message, Staging
 from ..ir.schedules import Action
 from ..run.bind import Bound
 from . import helpers
-
-if TYPE_CHECKING:
-    from .write import _File
+from .bundle import Bundle
 
 _READS = {"F": "F", "P": "GFBIW", "R": "R"}  # of a message, the parts that may read it
 
 
 class StageActions:
-    """Writes the function ``step`` of a rank that computes stages."""
+    """Writes the function ``step`` of a rank that computes stages.
 
-    def __init__(self, file: _File) -> None:
-        assert file.how is not None
-        self.file, self.how = file, file.how
-        self.parts, mesh = file.ready.parts, file.mesh
-        self.place = mesh.coordinate(file.ready.program.rank)
+    Args:
+        how: The stages.
+        parts: The programs of this rank, by name.
+        names: Part to the name of its function.
+    """
+
+    def __init__(
+        self, how: Staging, parts: Mapping[str, Bound], names: Mapping[str, str], bundle: Bundle, mesh: Mesh, rank: int
+    ) -> None:
+        self.how, self.parts, self.names, self.bundle, self.mesh, self.rank = how, parts, names, bundle, mesh, rank
+        self.place = mesh.coordinate(rank)
         self.here = self.place[self.how.axis]
         self.gathered: set[tuple[int, str]] = set()
         self.came: dict[int, set[str]] = {}
 
     def lines(self) -> Iterator[str]:
         """The function."""
-        bundle, how, n = self.file.bundle, self.how, self.how.schedule.micro_batches
+        bundle, how, n = self.bundle, self.how, self.how.schedule.micro_batches
         for helper in (helpers.cut_rows, helpers.send, helpers.receive):
             bundle.add(helper)
         yield "def step(w, batch):"
@@ -62,7 +67,7 @@ class StageActions:
             place += 1
 
     def _name(self, part: str) -> str:
-        return self.file.names[id(self.parts[part])]
+        return self.names[part]
 
     def _messages(self, a: Action) -> list[Message]:
         which = "B" if a.part == "I" else a.part
@@ -117,14 +122,14 @@ class StageActions:
         for m in self._messages(a):
             if m.src == a.stage:
                 to, tag = self._rank(m.dst), self._tag(m, micro)
-                if to == self.file.ready.program.rank:
+                if to == self.rank:
                     yield f"    held[{tag}] = {{{json.dumps(m.name)}: made[{json.dumps(m.name)}]}}  # to stage {m.dst}"
                 else:
                     yield f"    sent.append(send(made[{json.dumps(m.name)}], {to}, {tag}))  # to stage {m.dst}"
 
     def _received(self, m: Message, micro: int) -> str:
         source, tag, value = self._rank(m.src), self._tag(m, micro), self._value(m)
-        if source == self.file.ready.program.rank:
+        if source == self.rank:
             return f"held.pop({tag})"
         text = f"receive({list(value.shape)}, {value.dtype}, {source}, {tag})"
         return f"{{{json.dumps(m.name)}: {text}}}"
@@ -133,7 +138,7 @@ class StageActions:
         """The rank that has a stage, beside this one."""
         at: Any = list(self.place)
         at[self.how.axis] = self.how.schedule.homes[stage]
-        return self.file.mesh.rank_at(tuple(at))
+        return self.mesh.rank_at(tuple(at))
 
     def _tag(self, m: Message, micro: int) -> int:
         return self.how.messages.index(m) * self.how.schedule.micro_batches + micro
@@ -147,4 +152,4 @@ class StageActions:
         raise AssertionError(m.name)
 
 
-__all__ = ["StageActions", "Staging"]
+__all__ = ["StageActions"]

@@ -127,15 +127,19 @@ class _File:
             self._batch_code(bound)  # which needs helpers, whose names are taken
         reserved = _RESERVED | set(self.bundle._names.values()) | set(self.groups.values())
         for bound, statements in prepared:
-            names = ValueNames(set(reserved))
-            batch = self._batch(bound, names)
-            made = Function(statements, self._keys(bound), bound.program.results, names)
+            values = ValueNames(set(reserved))
+            batch = self._batch(bound, values)
+            made = Function(statements, self._keys(bound), bound.program.results, values)
             reserved |= {block.name for block in made.blocks}
             self.functions.append((bound, made, batch))
         self.bodies = [
             (b, list(f.definitions()), c, list(f.body()), list(self._returned(b, f))) for b, f, c in self.functions
         ]
-        self.stages = list(StageActions(self).lines()) if self.how is not None else []
+        self.stages: list[str] = []
+        if self.how is not None:
+            functions = {name: self.names[id(part)] for name, part in ready.parts.items()}
+            stages = StageActions(self.how, ready.parts, functions, self.bundle, self.mesh, ready.program.rank)
+            self.stages = list(stages.lines())
         for helper in (helpers.mesh_group, helpers.by_rank, helpers.along):
             self.bundle.add(helper)
 
