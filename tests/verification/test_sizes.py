@@ -60,7 +60,7 @@ def test_blocks_of_each_kind_stay_and_are_said() -> None:
     assert report.passed, str(report)
     assert "blocks: 4 of 9 blocks (0, 1, 2, 5)" in report.taken
     assert "the batch: 2 of 40 along dim 0" in report.taken
-    assert "taken down: blocks" in str(report)
+    assert "reduced for this run: blocks" in str(report)
     whole = mw.verify(Deep(), loss_fn, batch(), MESH, LAYOUTS, batch=SPLIT, steps=1, modes=["captured"])
     assert whole.taken == ()
     assert whole.digest == report.digest  # that of the sizes that were given

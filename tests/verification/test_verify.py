@@ -256,7 +256,7 @@ def test_a_report_is_kept_and_checked(tmp_path: Path) -> None:
     with pytest.raises(VerifyError, match="has the digest"):
         mw.simulate(lambda: cluster({"up.weight": ROW}), MESH)
     wrong = replace(kept, departures=(Departure("eager", 0, "forward", "mul", "a.py:1", (), "x", "", "off", 1.0),))
-    with pytest.raises(VerifyError, match="the step that was verified was wrong: eager, step 0, forward: mul"):
+    with pytest.raises(VerifyError, match="the verified step failed: eager, step 0, forward: mul"):
         mw.simulate(lambda: wrong.check(compiled()), MESH)
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(VerifyError, match="is no report of"):

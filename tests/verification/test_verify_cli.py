@@ -51,7 +51,7 @@ def run(*args: str) -> tuple[int, str]:
 def test_right_is_0_and_kept(own: str, tmp_path: Path) -> None:
     code, said = run(f"{own}:right", "--report", str(tmp_path / "made.json"))
     assert code == 0, said
-    assert "right" in said
+    assert "passed" in said
     assert Verification.load(tmp_path / "made.json").passed
 
 

@@ -45,7 +45,7 @@ OF_MODEL = ("layers", "hidden", "heads", "seq", "batch", "dtype", *EXPERTS, *GPT
 class ExplainConfig(StepConfig):
     """What ``meshwright explain`` was asked for."""
 
-    rank: int = option(0, "--rank", MESH, "Whose program is shown.")
+    rank: int = option(0, "--rank", MESH, "Rank to explain.")
     preset: str = option(
         "gpt", "--preset", MODEL,
         "A built-in model: [bold]gpt[/] (of meshwright train), [bold]llama-7b[/], [bold]llama-405b[/], and with "
@@ -55,8 +55,8 @@ class ExplainConfig(StepConfig):
     )  # fmt: skip
     model: str | None = option(
         None, "--model", MODEL,
-        "Your own: a function that takes the mesh and returns model, loss function, batch and a mapping of what "
-        "compile_step is told (layouts, batch, ...).  Called with the meta device as default: nothing is allocated.",
+        "Your own: a function that takes the mesh and returns model, loss function, batch and a dict of "
+        "compile_step arguments (layouts, batch, ...).  Called with the meta device as default: nothing is allocated.",
         metavar="MODULE:FUNCTION",
     )  # fmt: skip
     layouts: str | None = option(

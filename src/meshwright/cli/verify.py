@@ -26,17 +26,17 @@ class VerifyConfig:
         (("dp", 2),), "--mesh", MESH, "Named axes and their sizes.", metavar="AXIS=SIZE,...", read=read_mesh,
         shown="dp=2",
     )  # fmt: skip
-    steps: int = option(2, "--steps", TRAINING, "Updates before the save; one more comes behind the load.", COUNT)
-    seed: int = option(0, "--seed", TRAINING, "Of the random generator: of the model's first values, and of dropout.")
+    steps: int = option(2, "--steps", TRAINING, "Updates before the save; one more follows the load.", COUNT)
+    seed: int = option(0, "--seed", TRAINING, "Random seed of initial values and of dropout.")
     seconds: float = option(
         120.0, "--seconds", TRAINING,
-        "That it may take, about: of a larger step the report says which sizes were taken down.", POSITIVE,
+        "Time budget in seconds; sizes of a larger step are reduced, and the report lists them.", POSITIVE,
     )  # fmt: skip
     shrink: str = option(
         "auto",
         "--shrink",
         TRAINING,
-        "Take sizes down where it takes longer (auto), always, or never.",
+        "Reduce sizes where it takes longer (auto), always, or never.",
         one_of(tuple(SHRINK)),
     )
     modes: str = option(
@@ -64,14 +64,14 @@ app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 def verify(
     model: str = typer.Argument(
         metavar="MODULE:FUNCTION",
-        help="Takes the mesh and returns model, loss function, batch and a mapping of what compile_step is told "
-        "(layouts, batch, optimizer: what makes one of parameters, ...), as for meshwright explain.",
+        help="Takes the mesh; returns model, loss function, batch and a dict of compile_step arguments (layouts, "
+        "batch, an optimizer factory, ...), as for meshwright explain.",
     ),
     **given: Any,
 ) -> None:
     """Train your own step on simulated ranks and compare everything with one device.
 
-    [dim]Exit codes: 0 right; 1 wrong; 2 bad input.[/]
+    [dim]Exit codes: 0 passed; 1 failed; 2 bad input.[/]
     """
     try:
         config = VerifyConfig(**values_of(VerifyConfig, given))

@@ -165,7 +165,7 @@ class StepConfig:
         one_of(SCHEDULES), unset="1f1b",
     )  # fmt: skip
     micro_batches: int | None = option(
-        None, "--micro-batches", PROGRAM, "With an axis pp: into how many a batch is cut.", COUNT,
+        None, "--micro-batches", PROGRAM, "Number of micro-batches, with an axis pp.", COUNT,
         unset="every rank computes all stages", metavar="N",
     )  # fmt: skip
     chunks: int | None = option(

@@ -79,7 +79,7 @@ class Verification:
         if not step.digest or not self.digest:
             raise VerifyError("steps by hand and eager ones have no digest: verify and check one of mw.compile_step")
         if not self.passed:
-            raise VerifyError(f"the step that was verified was wrong: {self.departures[0]}")
+            raise VerifyError(f"the verified step failed: {self.departures[0]}")
         if step.digest != self.digest:
             raise VerifyError(
                 f"this step has the digest {step.digest}, the one that was verified {self.digest}: model, sizes, "
@@ -87,12 +87,12 @@ class Verification:
             )
 
     def __str__(self) -> str:
-        lines = [f"{self.title}: {'right' if self.passed else 'WRONG'} ({self.seconds:.1f} s)"]
-        lines += [f"  first departure: {d}" for d in self.departures]
+        lines = [f"{self.title}: {'passed' if self.passed else 'FAILED'} ({self.seconds:.1f} s)"]
+        lines += [f"  first mismatch: {d}" for d in self.departures]
         for c in self.covered:
-            lines += [f"  {c}", *(f"    not seen on ranks: {m}" for m in c.missed)]
+            lines += [f"  {c}", *(f"    not compared: {m}" for m in c.missed)]
         digest = [f"  digest {self.digest}"] if self.digest else []
-        lines += [f"  taken down: {t}" for t in self.taken]
+        lines += [f"  reduced for this run: {t}" for t in self.taken]
         return "\n".join([*lines, *(f"  {n}" for n in self.notes), *digest])
 
     def to_dict(self) -> dict[str, Any]:
