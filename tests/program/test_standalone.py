@@ -204,6 +204,33 @@ def test_a_step_that_no_file_can_hold_is_named(options: dict[str, Any], message:
         mw.simulate(write, mw.Mesh({"dp": 2}))
 
 
+def test_a_program_for_many_sizes_is_named(tmp_path: Path) -> None:
+    def write() -> None:
+        model = mlp()
+        options: dict[str, Any] = {"mesh": mw.Mesh({"dp": 2}), "batch": DP}
+        step = mw.compile_step(model, squares, sgd(model.parameters()), pairs(4)[0], **options)
+        step.to_python(tmp_path / "first.py")
+        for rows in (6, 8, 10, 12):
+            step(pairs(rows)[0])
+        step.to_python(tmp_path / "step.py")
+
+    with pytest.raises(ProgramError, match="serves batches of many sizes"):
+        mw.simulate(write, mw.Mesh({"dp": 2}))
+
+
+def test_parts_share_the_functions_of_equal_blocks(tmp_path: Path) -> None:
+    def write() -> str:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)), nn.Linear(4, 1))
+        options: dict[str, Any] = {"mesh": mw.Mesh({"dp": 2}), "batch": DP, "passes": ["gradient-merge:k_steps=2"]}
+        step = mw.compile_step(model, squares, sgd(model.parameters()), pairs(4)[0], **options)
+        return step.to_python(tmp_path / "step.py").read_text()
+
+    text = mw.simulate(write, mw.Mesh({"dp": 2}))[0]
+    forward = [line for line in text.splitlines() if line.startswith("def ") and "forward" in line]
+    assert len(forward) == 1
+    assert text.count(forward[0].removeprefix("def ").partition("(")[0] + "(") == 1 + 2 * 4
+
+
 def test_repeated_blocks_are_functions(tmp_path: Path) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

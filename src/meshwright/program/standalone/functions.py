@@ -238,11 +238,10 @@ class Function:
         key = self.inputs.get(node)
         return self.names.of(node) if key is None else f"w[{_quoted(key)}]"
 
-    def definitions(self) -> Iterator[str]:
-        """The functions of repeated blocks."""
+    def definitions(self) -> Iterator[tuple[str, list[str]]]:
+        """The functions of repeated blocks: name and lines."""
         for block in self.blocks:
-            yield from self._definition(block)
-            yield from ["", ""]
+            yield block.name, list(self._definition(block))
 
     def _definition(self, block: RepeatedBlock) -> Iterator[str]:
         r = block.repeat

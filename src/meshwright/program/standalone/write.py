@@ -21,8 +21,9 @@ from ...layout import Layout, Spec
 from ...mesh import Mesh
 from ...resharding.executor import apply
 from ...resharding.planner import plan as plan_conversion
-from ..ir.nodes import value_of
+from ..ir.nodes import checked_value, value_of
 from ..ir.program import PASSED, STEP, Program
+from ..ir.sizes import Size
 from ..run.bind import Bound, Ready, zeros
 from ..run.runner import makes
 from . import helpers
@@ -135,6 +136,7 @@ class _File:
         self.bodies = [
             (b, list(f.definitions()), c, list(f.body()), list(self._returned(b, f))) for b, f, c in self.functions
         ]
+        self._share()
         self.stages: list[str] = []
         if self.how is not None:
             functions = {name: self.names[id(part)] for name, part in ready.parts.items()}
@@ -142,6 +144,18 @@ class _File:
             self.stages = list(stages.lines())
         for helper in (helpers.mesh_group, helpers.by_rank, helpers.along):
             self.bundle.add(helper)
+
+    def _share(self) -> None:
+        """Leave out functions that an earlier part has with the same lines, and call those."""
+        known: dict[str, str] = {}
+        for at, (bound, definitions, cuts, body, returned) in enumerate(self.bodies):
+            kept = []
+            for name, lines in definitions:
+                text = "\n".join(lines).replace(f"def {name}(", "def (")
+                if known.setdefault(text, name) == name:
+                    kept.append((name, lines))
+                body = [re.sub(rf"\b{name}\(", f"{known[text]}(", line) for line in body]
+            self.bodies[at] = (bound, kept, cuts, body, returned)
 
     @staticmethod
     def _check(ready: Ready) -> None:
@@ -158,6 +172,8 @@ class _File:
             why = f"{program.mesh!r} has its ranks in another order. Use a mesh with ranks 0 to {program.mesh.size - 1}"
         elif ready.carrier.backend is not None:
             why = "its local ops are compiled. Capture it with backend=None"
+        elif any(isinstance(n, Size) for bound in ready.parts.values() for n in _sizes(bound)):
+            why = "its program serves batches of many sizes. Write it before batches of other sizes have run"
         if why:
             raise ProgramError(f"step.to_python: this step cannot be written: {why}")
 
@@ -268,7 +284,8 @@ class _File:
             yield from ["", "", *source.splitlines()]
         yield from ["", ""]
         for bound, definitions, cuts, body, returned in self.bodies:
-            yield from definitions
+            for _, lines in definitions:
+                yield from [*lines, "", ""]
             parameters = "w, batch, given" if self.how is not None else "w, batch"
             yield f"def {self.names[id(bound)]}({parameters}):"
             yield f'    """{"Train on" if bound.program.update else "Run"} a batch; what it gives."""'
@@ -348,6 +365,13 @@ class _File:
         yield '        torch.save(w, f"{sys.argv[2]}.rank{dist.get_rank()}.pt")'
         yield "    dist.destroy_process_group()"
         yield from ["", "", 'if __name__ == "__main__":', "    main()"]
+
+
+def _sizes(bound: Bound) -> Iterator[Any]:
+    """The sizes of the batch's tensors, as the program has them."""
+    for given, node in zip(bound.program.inputs, bound.program.placeholders, strict=True):
+        if given.kind == "batch":
+            yield from checked_value(node).shape
 
 
 def _accessor(keys: Sequence[Any]) -> str:
