@@ -28,7 +28,7 @@ class Commands(LazyGroup):
         "layouts": "Find layouts for your own model: what each axis splits, and why, with no devices and no processes.",
         "verify": "Train your own step on simulated ranks and compare everything with one device.",
         "checkpoint": "Show what is in checkpoints, verify their checksums, export their weights.",
-        "doctor": "Say what this machine has, what to do about the rest, and what is changed in torch.",
+        "doctor": "Check this machine and this installation, and end with a verdict.",
         "rules": "List the rules: op, kind, notation for an example, linear groups, where it is written.",
         "check": "Check the rules against yardsticks, and random programs against one device.",
     }
