@@ -53,6 +53,13 @@ def test_what_is_cast(func: Callable[..., Any], dtypes: Any, want: Any, itself: 
     assert found == (None if want is None else InputCasts("cpu", want, itself))
 
 
+def test_what_fakes_refuse_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    specs = [Spec((2, 3, 3), d, Layout(MESH)) for d in (F32, BF16)]
+    with region():
+        assert casts(torch.bmm, specs, tuple(torch.empty(2, 3, 3, dtype=s.dtype) for s in specs), {}, "cpu") is not None
+    assert not caplog.records
+
+
 def test_nothing_is_cast_outside_of_autocast() -> None:
     specs, given = [Spec((4, 4), F32, Layout(MESH))] * 2, (torch.zeros(4, 4),) * 2
     assert casts(torch.mm, specs, given, {}, "cpu") is None

@@ -108,7 +108,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"stored": "float32"},
     "computed in float32": {"compute": "float32", "reduce": "float64"},
     "reduced in float32": {"reduce": "float32"},
-    "autocast": {"autocast": True},
+    "autocast": {"stored": "float32", "autocast": True},
 }
 
 RANDOM: tuple[str, ...] = ("none", "dropout", "noise")

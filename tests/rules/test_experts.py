@@ -456,6 +456,14 @@ def test_autocast() -> None:
         torch.testing.assert_close(got, low, rtol=1e-2, atol=1e-2)
 
 
+def test_autocast_leaves_float64_alone() -> None:
+    """As a linear layer's products."""
+    want = mw.experts(X, IDS, SCORES, GATE_UP, DOWN)
+    assert want.dtype is torch.float64
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(mw.experts(X, IDS, SCORES, GATE_UP, DOWN), want)
+
+
 def test_a_router_that_reads_values_cannot_be_captured() -> None:
     """Every rank is told the line; eagerly it runs."""
 

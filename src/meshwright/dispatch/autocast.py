@@ -6,8 +6,10 @@ Weights are cast by PyTorch's own cache, also where the op is not simply run on 
 from __future__ import annotations
 
 import itertools
+import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from .calls import disabled, map_tensors, tensors_in
 from .leaves import link
 
 Tensor = torch.Tensor
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 ONCE = "_once"  # in the dict of what ops see of a weight, where that is no leaf: its cast
 _LOCAL: Any = Tensor  # properties of local tensors
 _is_leaf = _LOCAL.is_leaf.__get__
@@ -187,6 +190,18 @@ def casts(func: Any, specs: Sequence[Spec], args: Args, kwargs: Kwargs, device: 
     return InputCasts(device, found, itself) if found else None
 
 
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Inside, nothing is shown of what fakes warn of, and of ops that they refuse."""
+    before, _LOG.disabled = _LOG.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        _LOG.disabled = before
+
+
 def _seen(func: Any, specs: Sequence[Spec], args: Args, kwargs: Kwargs, device: str) -> Seen:
     """Casts of the tensors, and dtypes of the outputs (none where PyTorch refuses: planning finds out why)."""
     watch, shapes = _Casts(), iter(specs)
@@ -197,8 +212,7 @@ def _seen(func: Any, specs: Sequence[Spec], args: Args, kwargs: Kwargs, device: 
         return watch.given[-1]
 
     try:
-        with disabled(), torch.no_grad(), warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
-            warnings.simplefilter("ignore")
+        with disabled(), torch.no_grad(), _silent(), FakeTensorMode(allow_non_fake_inputs=True):
             given = map_tensors(args, fake), map_tensors(kwargs, fake)
             with watch:
                 made = func(*given[0], **given[1])

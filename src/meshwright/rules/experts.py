@@ -260,7 +260,7 @@ def _run(
     """What the experts ``own`` (start and stop) make of the tokens: of the others nothing is computed."""
     count, k, tokens = own[1] - own[0], ids.shape[-1], x.reshape(-1, x.shape[-1])
     kind, low = x.device.type, gate_up.dtype
-    if kind != "meta" and torch.is_autocast_enabled(kind):
+    if kind != "meta" and low is not torch.float64 and torch.is_autocast_enabled(kind):  # which leaves float64 alone
         low = torch.get_autocast_dtype(kind)
     expert = ids.reshape(-1) - own[0]
     away = (expert < 0) | (expert >= count)
