@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing import assert_close
 
+import meshwright as mw
 from meshwright import collective
 from meshwright.collective.monitor import disagreement
 from meshwright.errors import CollectiveError
@@ -411,6 +412,19 @@ def test_fake_backend_makes_the_groups() -> None:
         collective.barrier(group)
         with pytest.raises(CollectiveError, match="names rank 7 but there are 4 processes"):
             collective.connect(Mesh({"x": 8}))
+    finally:
+        dist.destroy_process_group()
+        runtime.reset()
+
+
+def test_nobody_waits_for_the_ranks_of_a_fake_backend() -> None:
+    """Its other ranks are none: at its end a process stayed five seconds for them to hear of it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        mw.init_mesh({"x": 4})
+        assert runtime.RT.watcher is None
     finally:
         dist.destroy_process_group()
         runtime.reset()
