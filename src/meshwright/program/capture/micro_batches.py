@@ -16,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -283,39 +284,35 @@ def _of_dims(one: Captured, two: Captured, dims: Dims, weighing: Weighing) -> Fo
         where = line or f"%{node.name}"
         return PassError(f"{where}: {why}: the loss is no weighted mean of those of micro-batches; {weighing.hint}")
 
-    compared = compared_sizes(one, two, refused)
-    try:
-        return _of_rows(two, replace(compared, repeated={}), dims, weighing, refused)
-    except PassError as error:
-        if not compared.repeated:
-            raise
-        first = error
-    try:  # constants that are repeated are best compared as they are, what is made of parameters cannot be
-        return _of_rows(two, compared, dims, weighing, refused)
-    except PassError:
-        raise first from None
-
-
-def _of_rows(two: Captured, compared: Compared, dims: Dims, weighing: Weighing, refused: Refused) -> Found:
     numbers = [s for s in two.sources if s.kind == "batch" and dims[s.node] is None and s.fake.numel() == 1]
-    ways = (True, False) if numbers and not weighing.cuts else (False,)
+    adds = (True, False) if numbers and not weighing.cuts else (False,)
+    compared = compared_sizes(one, two, refused)
+    # Constants that are repeated are best compared as they are, what is made of parameters cannot be.
+    repeats: list[Mapping[str, int]] = [{}, compared.repeated] if compared.repeated else [{}]
     first: PassError | None = None
-    for numbers_add in ways:
+    for repeated, numbers_add in product(repeats, adds):
         try:
-            a, b = (recorded(two, compared, dims, numbers_add, place) for place in (0, 1))
-            terms = LossTerms(a, weighing.hint)
-            if isinstance(terms.loss, Mixed):
-                error = terms.refused(terms.loss.node, _mixes(terms.loss, a))
-                raise _Ordered(str(error)) if _is_ordered(two, info_of(terms.loss.node).source) else error
-            _check_places(a, b, refused)
-            made = _Answer(terms, weighing).found()
-            if not numbers_add and first is not None and not made.weight.weighs:
-                raise first
-            return made
+            found = _read(two, replace(compared, repeated=dict(repeated)), dims, numbers_add, weighing, refused)
         except PassError as error:
             first = first or error
+            continue
+        if numbers_add or len(adds) == 1 or found.weight.weighs:
+            return found
     assert first is not None
     raise first
+
+
+def _read(
+    two: Captured, compared: Compared, dims: Dims, numbers_add: bool, weighing: Weighing, refused: Refused
+) -> Found:
+    """The weight, by one way to understand the step."""
+    a, b = (recorded(two, compared, dims, numbers_add, place) for place in (0, 1))
+    terms = LossTerms(a, weighing.hint)
+    if isinstance(terms.loss, Mixed):
+        error = terms.refused(terms.loss.node, _mixes(terms.loss, a))
+        raise _Ordered(str(error)) if _is_ordered(two, info_of(terms.loss.node).source) else error
+    _check_places(a, b, refused)
+    return _Answer(terms, weighing).found()
 
 
 def _is_ordered(captured: Captured, name: str) -> bool:
