@@ -257,9 +257,10 @@ def compile_step(
         checked_strategies(strategies or {}, mesh.axes)
     manager = _manager(passes)
     plan = Plan(
-        table or {}, batch, dict(inputs or {}), dict(outputs or {}), reshard_after_forward, shard_states,
-        clip_grad_norm, gradients, LossScale.of(loss_scale), precision, strategies, offload_states, stages, elementwise,
-        fsdp=fsdp, offload=offload,
+        layouts=table or {}, batch=batch, inputs=dict(inputs or {}), outputs=dict(outputs or {}), fsdp=fsdp,
+        offload=offload, reshard_after_forward=reshard_after_forward, shard_states=shard_states,
+        offload_states=offload_states, elementwise=elementwise, clip_grad_norm=clip_grad_norm, gradients=gradients,
+        loss_scale=LossScale.of(loss_scale), precision=precision, strategies=strategies, stages=stages,
     )  # fmt: skip
     _check_prepared(model, trained, plan)
     source = _OfDevice(model, trained, mesh, plan, loss_fn, init, names, manager.homes)

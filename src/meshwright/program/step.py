@@ -36,6 +36,7 @@ from .check.facts import CAPTURED, REBUILD, decided, numbers, program_facts
 from .ir.loss_weight import Weighing
 from .ir.program import STEP, Program
 from .ir.sizes import Unlike
+from .run.batches import BatchStructure, shapes_of, split_batch
 from .run.bind import BACKENDS, Carrier, Ready
 from .run.cycle import Cycle
 from .run.guard import Guard, modes, switched_back
@@ -167,11 +168,10 @@ class CompiledStep:
         self._answers: dict[Any, Answers] = {}  # of the last capture, by what else than sizes a program is made for
         self._captured: Counter[Any] = Counter()  # shapes of batches, by what else a program is made for
         self._splits = int(getattr(transform, "splits", 1))  # micro-batches of a call
-        self._tree = pytree.tree_flatten(example_batch)[1]
-        self._places = pytree.tree_flatten(_tuples(example_batch))[1]
+        self._structure = BatchStructure(example_batch)
         with together(self.mesh, source.name):
             leaves = self._micro_batches(pytree.tree_leaves(example_batch))[0]
-        example_batch = pytree.tree_unflatten(list(leaves), self._tree)
+        example_batch = self._structure.nested(leaves)
         recorded = self._recorded(example_batch, again=False)
         self.built, self._options, self._example = recorded.built, options_of(self.optimizer), recorded.answers
         self._digest: str | None = None
@@ -225,7 +225,7 @@ class CompiledStep:
     def _loss_alone(self, leaves: Sequence[Any]) -> tuple[Program, Mapping[str, int], Any]:
         """The program of the loss of a batch, without a backward."""
         with forgotten(), interrupts_deferred():
-            made = self._source.record(pytree.tree_unflatten(list(leaves), self._tree), False, True)
+            made = self._source.record(self._structure.nested(leaves), False, True)
         return made.program, made.leaves, made.tree
 
     def _asked(self, recorded: Recorded, more: Mapping[str, Any]) -> tuple[Asked, ...]:
@@ -247,16 +247,16 @@ class CompiledStep:
         self._proofs.begin(ready, made.plain)
         self._answers[self._key(leaves)] = made.answers
         if self.carrier.backend is None:
-            batch = pytree.tree_unflatten(list(leaves), self._tree)
+            batch = self._structure.nested(leaves)
             capture = Capture(ready, made.module, self._source.reads())
             self._lengths.captured(
-                self._key(leaves), _shapes(leaves), capture, lambda d: self._source.conditions(batch, d)
+                self._key(leaves), shapes_of(leaves), capture, lambda d: self._source.conditions(batch, d)
             )
         return ready
 
     def _of_many(self, leaves: Sequence[Any]) -> Ready | None:
         """From the program for many sizes, where there is one for this batch."""
-        key, shapes = self._key(leaves), _shapes(leaves)
+        key, shapes = self._key(leaves), shapes_of(leaves)
         found = self._lengths.serving(key, shapes)
         if found is None:
             return None
@@ -279,7 +279,7 @@ class CompiledStep:
         """This rank's program for the batches of the last call; of merged micro-steps the one that updates."""
         ready = self._current
         if ready.many:  # the graph in use is that of another size: captured for this one, to be looked at
-            given = pytree.tree_unflatten(ready.given, self._tree)
+            given = self._structure.nested(ready.given)
             with torch.inference_mode(False), torch.enable_grad(), forgotten(), interrupts_deferred():
                 made = self._source.record(given, self.training, True, self._weighing).program
             # What ranks exchanged for a capture of another size is alike, but for bytes.
@@ -390,22 +390,6 @@ class CompiledStep:
         """What a program is made for, but the shapes of batches."""
         return (self._guard.number, self.training, *modes())
 
-    def _leaves(self, batch: Any) -> list[Any]:
-        """The leaves of a batch in the order of the example's, whatever the order of a dict's keys."""
-        leaves, tree = pytree.tree_flatten(batch)
-        if tree == self._tree:
-            return leaves
-        try:
-            leaves = self._places.flatten_up_to(_tuples(batch))
-            if any(isinstance(leaf, (tuple, dict)) for leaf in leaves):  # where one value was
-                raise ValueError
-            return leaves
-        except ValueError:
-            given, wanted = (_structure(pytree.tree_unflatten(["_"] * t.num_leaves, t)) for t in (tree, self._tree))
-            raise ProgramError(
-                f"the batch is {given}, the step was captured for {wanted}: give it what it was captured for"
-            ) from None
-
     def _micro_batches(self, leaves: list[Any]) -> list[list[Any]]:
         """Of a call: one where no pass cuts it."""
         return cut_batch(leaves, self._splits) if self._splits > 1 and self.training else [leaves]
@@ -419,7 +403,7 @@ class CompiledStep:
         if self._peers.all_have(found is not None and found.follow()):
             assert found is not None
             return found
-        batch = pytree.tree_unflatten(leaves, self._tree)
+        batch = self._structure.nested(leaves)
         first = self._first
         for i, (leaf, old) in enumerate(zip(leaves, first, strict=True)):
             if isinstance(leaf, Tensor) and (leaf.dtype != old[1] or leaf.ndim != len(old[0])):
@@ -465,7 +449,7 @@ class CompiledStep:
                 return self(batch)
         self._unchanged()
         check_loaded(self.model)
-        leaves = self._leaves(batch)
+        leaves = self._structure.leaves(batch)
         if self.training and (pipeline := self._current.program.pipeline) is not None:
             check_rows(leaves, self.mesh, pipeline.axis)
         micros = self._micro_batches(leaves)
@@ -536,16 +520,7 @@ class CompiledStep:
         Raises:
             ProgramError: ``k_steps`` does not divide a tensor's size.
         """
-        leaves, tree = pytree.tree_flatten(batch)
-        k = self.cycle.calls
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.shape[dim] % k:
-                raise ProgramError(
-                    f"a batch tensor of shape {tuple(leaf.shape)} cannot be cut into {k} micro-batches along dim "
-                    f"{dim}: {k} does not divide {leaf.shape[dim]}; give a batch that it divides, or another k_steps"
-                )
-        cut = [leaf.chunk(k, dim) if isinstance(leaf, Tensor) else [leaf] * k for leaf in leaves]
-        return [pytree.tree_unflatten([c[i] for c in cut], tree) for i in range(k)]
+        return split_batch(batch, self.cycle.calls, dim)
 
     def state_dict(self) -> dict[str, Any]:
         """What a merge under way has (the number of micro-steps and this rank's sums of gradients), and the loss scale.
@@ -576,27 +551,6 @@ class CompiledStep:
 
     def __repr__(self) -> str:
         return f"<CompiledStep of {type(self.model).__name__}: {self._current.program!r}>"
-
-
-def _shapes(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """Of the tensors of a batch."""
-    return tuple([tuple(x.shape) for x in leaves if isinstance(x, Tensor)])
-
-
-def _structure(batch: Any) -> str:
-    """What a batch consists of, in words."""
-    if isinstance(batch, dict):
-        return f"a dict of {', '.join(f'{k}: {_structure(v)}' for k, v in batch.items())}"
-    if isinstance(batch, (tuple, list)):
-        return f"a {type(batch).__name__} of {', '.join(map(_structure, batch)) or 'nothing'}"
-    return "a tensor"
-
-
-def _tuples(batch: Any) -> Any:
-    """A batch with tuples in place of its lists: loaders give one for the other."""
-    if isinstance(batch, list) or type(batch) is tuple:
-        return tuple(map(_tuples, batch))
-    return {k: _tuples(v) for k, v in batch.items()} if type(batch) is dict else batch
 
 
 __all__ = ["CaptureSource", "CompiledStep", "Recorded"]
