@@ -100,6 +100,24 @@ APART = [
         {"mode": CAPTURED, "micro": ("2", "3"), "random": but("random", "none")}, "micro-batches draw for themselves"
     ),
 ]
+Promise = tuple[str, str]  # a page, and words there
+MERGED: Values = {"mode": CAPTURED, "micro": ("2", "3")}
+PIPELINE: Values = {"mode": "pipeline"}
+
+
+def of_micro_batches(
+    when: Values, says: str, merge: Promise, pipeline: Promise, *, always_merged: bool = True
+) -> list[Refusal]:
+    """What is refused wherever a batch is cut into micro-batches."""
+    return [
+        Refusal({**MERGED, **when}, says, *merge, always=always_merged),
+        Refusal({**PIPELINE, **when}, says, *pipeline),
+    ]
+
+
+_NO_MEAN = "no weighted mean"
+_NO_RULE = "limits.md", "Ops without a rule, custom autograd Functions, that rows pass through | refused"
+_NO_LOSS_OF_ROWS = "pipeline.md", "a loss that is no weighted mean of those of micro-batches"
 REFUSED = [
     Refusal(
         {"mode": "eager", "context": "reentrant checkpoint"},
@@ -113,67 +131,38 @@ REFUSED = [
         "program.md",
         "hooks of tensors, of `grad_fn`",
     ),
-    Refusal(
-        {"mode": CAPTURED, "micro": ("2", "3"), "block": "batch norm"},
-        "no weighted mean",
-        "gradient-merge.md",
-        "what mixes rows earlier",
+    *of_micro_batches(
+        {"block": "batch norm"},
+        _NO_MEAN,
+        ("gradient-merge.md", "what mixes rows earlier"),
+        ("pipeline.md", "running statistics and other writes to"),
     ),
-    Refusal(
-        {"mode": CAPTURED, "micro": ("2", "3"), "loss": ("contrastive", "over rows")},
-        "no weighted mean",
-        "gradient-merge.md",
-        "pairs of rows as contrastive losses have them",
+    *of_micro_batches(
+        {"loss": ("contrastive", "over rows")},
+        _NO_MEAN,
+        ("gradient-merge.md", "pairs of rows as contrastive losses have them"),
+        _NO_LOSS_OF_ROWS,
     ),
-    Refusal(
-        {"mode": CAPTURED, "micro": ("2", "3"), "loss": "gradient penalty"},
-        "no weighted mean",
-        "gradient-merge.md",
-        "A loss that is no weighted mean raises",
-        always=False,
+    *of_micro_batches(
+        {"loss": "gradient penalty"},
+        _NO_MEAN,
+        ("gradient-merge.md", "A loss that is no weighted mean raises"),
+        _NO_LOSS_OF_ROWS,
+        always_merged=False,
     ),
-    Refusal(
-        {"mode": "pipeline", "loss": "z-loss"},
+    *of_micro_batches(
+        {"loss": "z-loss"},
         "two means over different numbers",
-        "limits.md",
-        "two means over different counts (masked z-loss and ignored labels)",
+        ("gradient-merge.md", "two means whose counts depend on the batch's values"),
+        ("limits.md", "two means over different counts (masked z-loss and ignored labels)"),
     ),
+    *of_micro_batches({"context": "function"}, "as it has no rule", _NO_RULE, _NO_RULE),
     Refusal(
-        {"mode": CAPTURED, "micro": ("2", "3"), "loss": "z-loss"},
-        "two means over different numbers",
-        "gradient-merge.md",
-        "two means whose counts depend on the batch's values",
-    ),
-    Refusal(
-        {"mode": CAPTURED, "micro": ("2", "3"), "context": "function"},
-        "as it has no rule",
-        "limits.md",
-        "Ops without a rule, custom autograd Functions, that rows pass through | refused",
-    ),
-    Refusal(
-        {"mode": "pipeline", "context": "function"},
-        "as it has no rule",
-        "limits.md",
-        "Ops without a rule, custom autograd Functions, that rows pass through | refused",
-    ),
-    Refusal(
-        {"mode": CAPTURED, "micro": ("2", "3"), "second": "one"},
+        {**MERGED, "second": "one"},
         "micro-batches of 1 and of more elements in a sharded dim",
         "gradient-merge.md",
         "A micro-batch of one row is not split",
         always=False,
-    ),
-    Refusal(
-        {"mode": "pipeline", "loss": ("contrastive", "over rows")},
-        "no weighted mean",
-        "pipeline.md",
-        "a loss that is no weighted mean of those of micro-batches",
-    ),
-    Refusal(
-        {"mode": "pipeline", "loss": "gradient penalty"},
-        "no weighted mean",
-        "pipeline.md",
-        "a loss that is no weighted mean of those of micro-batches",
     ),
     Refusal(
         {"layouts": "found", "context": "tensor hook"},
@@ -182,16 +171,10 @@ REFUSED = [
         "where no module can be captured either",
     ),
     Refusal(
-        {"mode": "pipeline", "loss": "auxiliary"},
+        {**PIPELINE, "loss": "auxiliary"},
         "returns other values beside the loss",
         "pipeline.md",
         "values that are returned beside the loss",
-    ),
-    Refusal(
-        {"mode": "pipeline", "block": "batch norm"},
-        "no weighted mean",
-        "pipeline.md",
-        "running statistics and other writes to",
     ),
 ]
 # Classes that are being mended: values of a finding, and which.  Empty when they are.
