@@ -37,8 +37,8 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 demo: setup  ## train a small model on 2 x 2 processes and compare it with one device
 	$(ONE_THREAD) $(BIN)/meshwright train --mesh dp=2,tp=2 --steps 50 --verify
 
-test: setup  ## the tests
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal
+test: setup  ## the tests, and which ten took longest
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal --durations 10
 
 test-quick: setup  ## the most telling tests of each room of the core, in a minute or two
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal $$($(BIN)/python -m tests.support.quick)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import time
@@ -11,7 +10,7 @@ import zlib
 import pytest
 
 from meshwright.program.step import CompiledStep
-from tests.support import device, late
+from tests.support import cheap, device, late
 from tests.support import sweep as sweeps
 
 SALT = "MESHWRIGHT_SALT"  # in the environment, so that all workers of a run have one
@@ -35,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         os.environ[SALT] = config.getoption("--salt") or str(int(time.time()))
     device.install(pytest.MonkeyPatch()).__enter__()  # for good
+    cheap.install(pytest.MonkeyPatch())
     if config.getoption("--late"):
         late.install(pytest.MonkeyPatch())
     if config.getoption("--whole"):
@@ -43,10 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Keep the garbage collector off what lives as long as the session, through which it goes a fifth of the time."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(5000, 10, 10)
+    cheap.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before what -m leaves out

@@ -136,6 +136,7 @@ class Session:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if session.testsfailed:
             raise session.Interrupted(f"the judges of {self.module} cannot be collected")
+        gc.unfreeze()  # tests/conftest.py keeps what there is from being gone through: also below
         for made in gc.get_objects():  # what collecting has filled
             if type(made) is functools._lru_cache_wrapper and str(made.__module__).startswith("meshwright"):
                 made.cache_clear()

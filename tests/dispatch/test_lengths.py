@@ -25,6 +25,7 @@ from meshwright.dispatch import plan_call, results
 from meshwright.errors import MeshwrightError
 from meshwright.ranks import runtime
 from meshwright.strategy_selection import Types, search
+from tests.support import cheap
 from tests.support.compare import S0, S1, R, on_ranks, same
 
 PAIR = mw.Mesh({"x": 2})
@@ -139,6 +140,7 @@ def plan_in_many_sizes(op_db: list[Any], most: int, mesh: mw.Mesh, layouts: Any)
 
 def op_db() -> list[Any]:
     found: list[Any] = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
+    cheap.without_names_of_tests()
     return found
 
 

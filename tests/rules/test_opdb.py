@@ -22,7 +22,10 @@ database = pytest.importorskip("torch.testing._internal.common_methods_invocatio
 op_db: list[Any] = database.op_db
 
 from conformance.opdb.cases import op_name  # noqa: E402 (it needs expecttest, too)
+from tests.support import cheap  # noqa: E402
 from tests.support.device import DEVICE  # noqa: E402
+
+cheap.without_names_of_tests()
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,10 @@ from tests.support import late
 CONTEXT = multiprocessing.get_context("forkserver")
 # With what captured steps and test files import: 2.4 s for each rank otherwise.
 CONTEXT.set_forkserver_preload(
-    ["torch.distributed", *EXPORTER, "networkx", "pytest", "meshwright.collective", "meshwright.program.compile"]
+    [
+        *("torch.distributed", *EXPORTER, "networkx", "pytest", "meshwright.collective", "meshwright.program.compile"),
+        "tests.support.frozen",
+    ]
 )
 
 

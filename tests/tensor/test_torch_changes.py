@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import types
@@ -15,18 +14,13 @@ from typer.testing import CliRunner
 import meshwright as mw
 from meshwright import torch_changes
 from meshwright.cli import app
+from tests.support import fresh
 
 FIRST = [t for c in torch_changes.TABLE if c.since == torch_changes.FIRST_MESH for t in c.targets]
 
 
-def fresh(code: str) -> None:
-    """Run in a process of its own, which has no mesh yet."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ)
-    assert done.returncode == 0, done.stderr
-
-
 def test_the_import_changes_nothing_and_the_first_mesh_what_the_table_says() -> None:
-    fresh(f"""
+    code = f"""
 import importlib, inspect, sys, types
 import torch, torch.distributed.nn, torch.nested, torch.optim, torch.utils.dlpack
 import torch._functorch.autograd_function, torch._functorch.eager_transforms, torch._functorch.vmap
@@ -96,7 +90,9 @@ mw.simulate(trained, mesh)
 assert torch._C._dispatch_dump(KERNEL) == kernel, "plain numbers are read in Python"
 mw.from_local(torch.tensor(1.0), mesh, [mw.Partial()], check=False)
 assert torch._C._dispatch_dump(KERNEL) != kernel
-""")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 BEFORE = """
@@ -176,16 +172,16 @@ def test_what_was_taken_before_the_first_mesh(taken: str) -> None:
     if taken == "hooks":
         body = "".join(f"    {line}\n" for line in (make + TAKEN[taken]).strip().splitlines())
         code = "packed = []\ndef pack(t):\n    packed.append(type(t))\n    return t\n"
-        fresh(f"{BEFORE}{code}with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):\n{body}")
+        fresh.run(f"{BEFORE}{code}with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):\n{body}")
     else:
-        fresh(BEFORE + make + TAKEN[taken])
+        fresh.run(BEFORE + make + TAKEN[taken])
 
 
 def test_a_loaded_tensor_brings_its_mesh(tmp_path: Path) -> None:
     """Whatever way a DistTensor comes into a process passes the making of a mesh."""
     x = mw.shard_tensor(torch.ones(3), mw.Mesh({"x": 1}), {"x": mw.Shard(0)})
     torch.save(x, tmp_path / "x.pt")
-    fresh(f"""
+    fresh.run(f"""
 import meshwright as mw, torch
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from meshwright import torch_changes
@@ -195,7 +191,7 @@ assert isinstance(torch.load({str(tmp_path / "x.pt")!r}), mw.DistTensor) and tor
 
 
 def test_threads_that_make_the_first_mesh_together() -> None:
-    fresh("""
+    fresh.run("""
 import sys, threading
 import meshwright as mw, torch
 from meshwright import torch_changes
@@ -281,7 +277,7 @@ def tables():
 def test_tables_of_torch_know_what_was_replaced(filled: str) -> None:
     """Whatever the order of the first mesh and of the first use of a table: it has both, or neither."""
     functions = [t for t in FIRST if "fsdp" not in t and not t.endswith(("__", ".data", ".apply", ".step"))]
-    fresh(f"""{TABLES}
+    fresh.run(f"""{TABLES}
 from meshwright import torch_changes
 import meshwright as mw
 targets = {functions!r} + ["torch.jit.script", "torch.jit.trace"]
@@ -313,7 +309,7 @@ assert asked["names"](torch.Tensor.new_full) == "torch.Tensor.new_full" and aske
 @pytest.mark.thin(1)
 @pytest.mark.parametrize("filled", ["before", "after"])
 def test_factories_follow_devices_and_modes(filled: str) -> None:
-    fresh(f"""
+    fresh.run(f"""
 import copy, pickle, threading, torch
 import meshwright as mw
 from torch.overrides import TorchFunctionMode

@@ -1,0 +1,5 @@
+"""Imported last by the server that forks ranks: they share its memory, and no collection writes to it."""
+
+from tests.support import cheap
+
+cheap.freeze()
