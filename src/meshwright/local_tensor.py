@@ -214,6 +214,17 @@ def _place(t: Tensor) -> dict[str, Any]:
     return space
 
 
+def storage_of(t: Tensor) -> int:
+    """What tells the storage of a tensor from others, as long as it lives: its memory may be empty, or none yet."""
+    key: int = t.untyped_storage()._cdata
+    return key
+
+
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have one storage."""
+    return storage_of(a) == storage_of(b)
+
+
 def bare(t: Tensor) -> Tensor:
     """The local tensor under a distributed one: plain, without history, sharing memory and version."""
     with compat.DisableTorchFunctionSubclass():
@@ -241,8 +252,10 @@ __all__ = [
     "open_tensors",
     "plain_of",
     "plain_of_all",
+    "same_storage",
     "set_grad",
     "share_memory",
     "shared_memory",
+    "storage_of",
     "version_of",
 ]

@@ -14,7 +14,7 @@ import torch
 from .. import compat
 from ..errors import RuleError
 from ..layout import NO_MARKS, REPLICATE, Layout, MarkedSpec, Marks, Partial, Placements, Spec, marked, marks_of, widest
-from ..local_tensor import Sharing, as_plain, moved, shared_memory, version_of
+from ..local_tensor import Sharing, as_plain, moved, same_storage, shared_memory, version_of
 from ..ranks import runtime
 from ..resharding import executor, planner, record
 from ..resharding.conversions import weighted
@@ -471,7 +471,7 @@ def fallen_back(plan: CallPlan, locals_: Sequence[Tensor], made: Any) -> bool:
     """Whether a view is a copy on this rank, whose part does not lie in memory so that it can be one."""
     if not isinstance(plan.fn, Native) or plan.fn.otherwise is None or not isinstance(made, Tensor):
         return False
-    return bool(made.untyped_storage()._cdata != locals_[0].untyped_storage()._cdata and Tensor.numel(made))
+    return bool(not same_storage(made, locals_[0]) and Tensor.numel(made))
 
 
 def still(made: Tensor, spec: Spec, marks: Marks = NO_MARKS) -> Spec:
@@ -555,7 +555,7 @@ def relayout(x: Tensor, target: Spec, wrap: Wrap) -> Tensor:
     plan = planner.plan(source, target)
     with record.asked("reshard", plan, "asked for by name"):
         made = executor.apply(plan.steps, x)
-    if not plan.moves and made.untyped_storage()._cdata == x.untyped_storage()._cdata:
+    if not plan.moves and same_storage(made, x):
         made = made.clone()
     out: Tensor = wrap(made, target)
     if x.requires_grad and not x.is_leaf:

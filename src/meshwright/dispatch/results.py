@@ -22,6 +22,7 @@ import torch
 from ..compat import disable_current_modes
 from ..errors import RuleError
 from ..layout import Spec
+from ..local_tensor import storage_of
 from ..ranks.runtime import Recent
 from ..rules import Rule
 from . import autocast
@@ -138,8 +139,8 @@ def ask(func: Any, specs: Sequence[Spec], args: Args, kwargs: Kwargs) -> Result:
 
 def _described(made: Any, specs: Sequence[Spec], given: Sequence[Tensor]) -> Result:
     outputs = tensors_in(made)
-    memory = {t.untyped_storage()._cdata for t in given}
-    views = any(t.untyped_storage()._cdata in memory for t in outputs)
+    memory = {storage_of(t) for t in given}
+    views = any(storage_of(t) in memory for t in outputs)
     if isinstance(made, (Tensor, tuple, list)):
         return Result([(t.shape, t.dtype) for t in outputs], views)
     return Result(None if made is not None else [(specs[0].shape, specs[0].dtype)], views)

@@ -18,7 +18,7 @@ import torch
 from ..compat import outside_modes
 from ..errors import DispatchError
 from ..layout import MarkedSpec, marked, marks_of
-from ..local_tensor import Sharing, as_plain, shared_memory, version_of
+from ..local_tensor import Sharing, as_plain, same_storage, shared_memory, storage_of, version_of
 from ..operators import Internal
 from ..ranks import runtime
 from ..resharding import executor, planner
@@ -78,7 +78,7 @@ def remember(
     for i, t in enumerate(made):
         if t is base:
             continue
-        alias = view_of(base) is not None and t.untyped_storage()._cdata == base.untyped_storage()._cdata
+        alias = view_of(base) is not None and same_storage(t, base)
         view = View(
             base, func, args, kwargs, i, _version(base), alias, torch.is_grad_enabled(),
             counted=_counted(base),
@@ -158,7 +158,7 @@ def _version(t: Tensor) -> Any:
         return None
     if t.is_inference():
         writes = runtime.RT.writes
-        return writes.get(None, 0), writes.get(t.untyped_storage()._cdata, 0)
+        return writes.get(None, 0), writes.get(storage_of(t), 0)
     return version_of(t) if Sharing.counted else t._version
 
 
@@ -171,7 +171,7 @@ def count_write(t: Tensor | None) -> None:
     """Note a write under inference mode, in which tensors do not count theirs; None: to any memory."""
     writes = runtime.RT.writes
     with disabled():
-        at = None if t is None else t.untyped_storage()._cdata
+        at = None if t is None else storage_of(t)
     if len(writes) > _MOST_WRITES:
         at, count = None, writes.get(None, 0)
         writes.clear()

@@ -350,7 +350,7 @@ class CompiledStep:
         """
         sections = {} if self.built is None else sections_of(self.built.captured.module.graph)
         self.program  # of a program for many sizes: as captured for this one  # noqa: B018
-        example = pytree.tree_unflatten([0] * self._tree.num_leaves, self._tree)
+        example = self._structure.nested([0] * self._structure.size)
         return to_python(self._current, path, sections, example, self.cycle.done)
 
     def train(self, mode: bool = True) -> CompiledStep:

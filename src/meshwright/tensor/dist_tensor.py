@@ -47,7 +47,7 @@ from ..layout import (
     spec_from,
 )
 from ..layout.picture import as_html
-from ..local_tensor import bare, data_of, get_grad, moved, share_memory
+from ..local_tensor import bare, data_of, get_grad, moved, same_storage, share_memory
 from ..mesh import Mesh, mesh_data, mesh_from
 from ..ranks import runtime
 from ..resharding import executor, planner
@@ -190,7 +190,7 @@ class DistTensor(torch.Tensor):
         """
         value = read(self)
         with disabled():
-            alias = value.untyped_storage()._cdata == self.untyped_storage()._cdata
+            alias = same_storage(value, self)
         return value.clone() if alias else value
 
     def redistribute(self, placements: Placements, *, order: Any = None) -> DistTensor:

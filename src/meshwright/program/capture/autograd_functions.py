@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...compat import apply_function, pytree
 from ...errors import CaptureError
+from ...local_tensor import storage_of
 from ...operators import FUNCTIONS, GIVEN, KEPT
 from ...ranks import runtime
 from ...torch_changes import note
@@ -77,9 +78,9 @@ class _Call:
             return pytree.tree_unflatten(rest, tree)
 
         self.made = whole
-        given = {t.untyped_storage()._cdata for t in tensors}
+        given = {storage_of(t) for t in tensors}
         outputs = [made[i] for i in at]
-        return [t.clone() if t.untyped_storage()._cdata in given else t for t in outputs]  # an op shares no memory
+        return [t.clone() if storage_of(t) in given else t for t in outputs]  # an op shares no memory
 
 
 def _run(tensors: list[Tensor], call: int, given: str) -> list[Tensor]:

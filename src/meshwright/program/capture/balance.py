@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ... import compat
 from ...errors import LayoutError
+from ...local_tensor import storage_of
 from .export import Captured, region_of
 
 Tensor = torch.Tensor
@@ -60,8 +61,8 @@ def _taken(node: fx.Node, args: Any, kwargs: Any) -> float:
             made = target(*args, **kwargs)
     except (NotImplementedError, RuntimeError):  # an op that needs values
         return float(moved)
-    given = {a.untyped_storage()._cdata for a in _flat((args, kwargs)) if isinstance(a, Tensor)}
-    fresh = any(isinstance(t, Tensor) and t.untyped_storage()._cdata not in given for t in _flat(made))
+    given = {storage_of(a) for a in _flat((args, kwargs)) if isinstance(a, Tensor)}
+    fresh = any(isinstance(t, Tensor) and storage_of(t) not in given for t in _flat(made))
     return flops.get_total_flops() / _FLOPS_PER_BYTE + (moved if fresh else 0)
 
 

@@ -6,6 +6,7 @@ Repeated layers ask once: the answer depends on the op, what its tensors look li
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import torch.fx as fx
 from ... import compat
 from ...compat import FakeTensorMode
 from ...errors import ProgramError
+from ...local_tensor import storage_of
 from ..ir.nodes import Value, checked_value, info_of, target_name, value_of
 from ..ir.program import Program
 from ..ir.strides import same
@@ -153,6 +155,16 @@ def _check_lists(node: fx.Node) -> None:
 # ---------------------------------------------------------------------------------------------- running an op
 
 
+class _OfThread(threading.local):
+    """The mode of stand-ins: one each costs more than most ops do, as PyTorch notes the stack at which it was made."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode()
+
+
+_of_thread = _OfThread()
+
+
 @lru_cache(maxsize=16384)
 def _derived(target: Any, args: Any, kwargs: Any, device: str, default_dtype: torch.dtype) -> tuple[Given | None, ...]:
     """What an op gives for tensors that look like these, with this default dtype (which a new tensor may have)."""
@@ -161,9 +173,9 @@ def _derived(target: Any, args: Any, kwargs: Any, device: str, default_dtype: to
         return (Given(LocalValue(tuple(args[1]), tuple(args[2]), first.dtype), 0),)
     _refuse_many(target, args)
     stand_ins: list[Tensor] = []
-    with FakeTensorMode(), torch.no_grad(), compat.AutoDispatchBelowAutograd():
+    with _of_thread.mode, torch.no_grad(), compat.AutoDispatchBelowAutograd():
         made = target(*_thawed(args, stand_ins, device), **{k: _thawed(v, stand_ins, device) for k, v in kwargs})
-    memory = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(stand_ins)))}
+    memory = {storage_of(t): i for i, t in reversed(list(enumerate(stand_ins)))}
     listed = made if isinstance(made, (tuple, list)) else (made,)
     return tuple([_given(t, memory) if isinstance(t, Tensor) else None for t in listed])
 
@@ -184,7 +196,7 @@ def _refuse_many(target: Any, args: Any) -> None:
 
 
 def _given(t: Tensor, memory: dict[int, int]) -> Given:
-    return Given(LocalValue(tuple(t.shape), tuple(t.stride()), t.dtype), memory.get(t.untyped_storage()._cdata))
+    return Given(LocalValue(tuple(t.shape), tuple(t.stride()), t.dtype), memory.get(storage_of(t)))
 
 
 def _frozen(a: Any, known: dict[fx.Node, Any], tensors: list[fx.Node]) -> Any:

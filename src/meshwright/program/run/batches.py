@@ -20,6 +20,11 @@ class BatchStructure:
         self._tree = pytree.tree_flatten(example)[1]
         self._places = pytree.tree_flatten(_tuples(example))[1]
 
+    @property
+    def size(self) -> int:
+        """How many leaves a batch has."""
+        return int(self._tree.num_leaves)
+
     def nested(self, leaves: Sequence[Any]) -> Any:
         """The batch that has these leaves."""
         return pytree.tree_unflatten(list(leaves), self._tree)

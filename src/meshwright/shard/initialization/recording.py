@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ... import compat, torch_changes
 from ...compat import TorchDispatchMode, tree_leaves, tree_map_only
+from ...local_tensor import storage_of
 from . import libraries
 
 Tensor = torch.Tensor
@@ -193,7 +194,7 @@ class _Memory:
 
     def find(self, t: Tensor) -> tuple[Ref, Recording] | None:
         """The reference of a meta tensor and its recording; None where nothing is known of it."""
-        found = self._found.get(t.untyped_storage()._cdata)
+        found = self._found.get(storage_of(t))
         return None if found is None or found[0].expired() else (_ref(t, found[1]), found[2].current())
 
     def alive(self, of: Recording) -> set[int]:

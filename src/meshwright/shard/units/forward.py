@@ -14,7 +14,7 @@ import torch
 
 from ... import compat
 from ...dispatch import BRING, ONCE, Once, disabled, link
-from ...local_tensor import bare
+from ...local_tensor import bare, same_storage
 from ...ranks import runtime
 from ...resharding import executor
 from ...resharding.conversions import ConversionStep
@@ -280,7 +280,7 @@ class _Gather(torch.autograd.Function):
 
 def _shares(a: Tensor, b: Tensor | None) -> bool:
     """Whether two local tensors are in one storage."""
-    return b is not None and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return b is not None and same_storage(a, b)
 
 
 def _to_come(node: Any, ran: set[Any]) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from ... import compat
 from ...dispatch import disabled
-from ...local_tensor import Sharing, bare
+from ...local_tensor import Sharing, bare, storage_of
 from ...tensor import DistTensor
 from ..parameters.versions import is_held, state_of
 from .wholes import Whole
@@ -72,9 +72,9 @@ class Saver:
     def note(self, wholes: Sequence[Whole]) -> None:
         """These were gathered."""
         # By storage and not by address: an empty shard has none, and its rank gathers when the others do all the same.
-        of_casts = {s: a for s, a in self.at.items() if any(s == c.untyped_storage()._cdata for c in self.casts)}
+        of_casts = {s: a for s, a in self.at.items() if any(s == storage_of(c) for c in self.casts)}
         seen = [w.seen for w in wholes]
-        self.at = {t.untyped_storage()._cdata: (i, t.dtype, None) for i, t in enumerate(seen)}
+        self.at = {storage_of(t): (i, t.dtype, None) for i, t in enumerate(seen)}
         self.at |= of_casts
         self.wholes = wholes
 
@@ -82,17 +82,17 @@ class Saver:
         """This was made of a gathered parameter by autocast."""
         with disabled():
             local = bare(cast)
-        self.at[local.untyped_storage()._cdata] = index, local.dtype, state_of(self.unit.params[index])
+        self.at[storage_of(local)] = index, local.dtype, state_of(self.unit.params[index])
         self.casts.append(local)
 
     def pack(self, t: Tensor) -> Any:
         """A reference, if ``t`` looks at a gathered parameter."""
         with disabled():
-            found = self.at.get(t.untyped_storage()._cdata)
+            found = self.at.get(storage_of(t))
             if found is None or found[1] is not t.dtype:
                 return t
             self.keep()
-            i, dtype, cast = self.at[t.untyped_storage()._cdata]
+            i, dtype, cast = self.at[storage_of(t)]
             version, *_ = cast or self.wholes[i].state
             p = self.unit.params[i]
             # What ``.data`` may write to meanwhile is cast as it was, and not again from what it is in the backward.
