@@ -309,4 +309,5 @@ def test_merged_steps(clip: float | None) -> None:
 @pytest.mark.thin(3)
 def test_planted_errors_in_merged_steps(name: str, unverified: None) -> None:
     error, _ = merged(["gradient-merge:k_steps=2", plants.Planted(MERGED[name])])
-    assert "one of the passes gradient-merge, planted changes" in error
+    assert "one of the passes gradient-merge, planted " in error  # or in step.flush(), which is compared first
+    assert "changes the" in error

@@ -465,6 +465,7 @@ class CompiledStep:
         run = partial(self._peers.run, bound, leaves, cycle.done + 1 == cycle.calls, self._state())
         made = self._proofs.call(bound, readies, micros, (cycle.done, cycle.calls), run)
         cycle.done = (cycle.done + 1) % cycle.calls
+        self._proofs.early(cycle.done, cycle.calls, cycle.flush)
         return made
 
     def _unchanged(self) -> None:

@@ -274,16 +274,18 @@ def differing(
     noise: Sketches | None,
     outcome: Outcome,
     factor: float | None = None,
+    more: float = 0.0,
 ) -> list[Discrepancy]:
     """What differs beyond rounding; without ``noise`` what may.  The outcome gets the largest difference.
 
     Args:
         factor: what the gradients in ``noise`` are multiplied by; None: as they say.
+        more: roundings that ``wanted`` is off by.
     """
     found: list[Discrepancy] = []
     moved = _noise_of(wanted, noise, factor)
     for name in names:
-        text, size = _difference(name, wanted, shown, noise, moved.get(name, 0.0), outcome.floor)
+        text, size = _difference(name, wanted, shown, noise, moved.get(name, 0.0), _ULPS + more, outcome.floor)
         if text:
             found.append(Discrepancy(runtime.RT.rank, name, text, size))
         outcome.largest = max(outcome.largest, 0.0 if text else size)
@@ -333,7 +335,7 @@ def _noise_of(wanted: Sketches, noise: Sketches | None, factor: float | None) ->
 
 
 def _difference(
-    name: str, wanted: Sketches, shown: Sketches, noise: Sketches | None, moved: float, floor: float
+    name: str, wanted: Sketches, shown: Sketches, noise: Sketches | None, moved: float, roundings: float, floor: float
 ) -> tuple[str, float]:
     """How a value differs, in words, empty if it does not; and how far."""
     if name not in shown or name not in wanted:
@@ -349,7 +351,7 @@ def _difference(
     norm, distance = max(want.norm, got.norm, want.terms), want.distance(got)
     eps = max(torch.finfo(s.dtype).eps if s.dtype.is_floating_point or s.dtype.is_complex else 0.0 for s in (want, got))
     size = distance / norm if norm else 0.0
-    limit = max(_ULPS * eps, floor) * norm + _NOISE * moved
+    limit = max(roundings * eps, floor) * norm + _NOISE * moved
     if distance <= limit:
         return "", size
     return f"by {size:.2g} of its norm, {limit / norm:.2g} would be rounding", size

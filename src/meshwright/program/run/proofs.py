@@ -10,7 +10,7 @@ from ...passes import PassManager
 from ..capture.ledger import Asked
 from ..ir.program import Program
 from ..ir.subgraphs import copied
-from .bind import Ready
+from .bind import Bound, Ready
 from .merged_proof import MergedProof
 from .proof import Check, Outcome, Proof
 from .whole_loss import Record
@@ -79,6 +79,11 @@ class Proofs:
             del self._open[id(readies[0])]
             proof = None
         return run() if proof is None else proof.run(bound, micros[0], run)
+
+    def early(self, done: int, calls: int, flush: Callable[[], Bound]) -> None:
+        """Compare what a flush would update with, after the first of the calls of an update; raises as :meth:`call`."""
+        if self._merged is not None and done == 1 < calls:
+            self._merged.early(flush)
 
     def asked(self) -> Iterator[Asked]:
         """What became of ``check=``."""

@@ -69,6 +69,10 @@ class Sketch:
         """Of the tensor times a number."""
         return replace(self, signed=self.signed * weight, terms=max(self.terms, self.norm) * abs(weight))
 
+    def zeros(self) -> Sketch:
+        """Of zeros of the tensor's shape."""
+        return replace(self, signed=torch.zeros_like(self.signed), odd=None, terms=0.0)
+
     def plus(self, other: Sketch) -> Sketch:
         """Of the sum of two tensors of one shape."""
         odd = self.odd if other.odd is None else other.odd if self.odd is None else self.odd + other.odd

@@ -15,13 +15,14 @@ from ...resharding.executor import apply
 from ...resharding.planner import plan as plan_conversion
 from ...tensor import DistTensor
 from ..ir.inplace import storages
-from ..ir.nodes import draws, info_of
+from ..ir.nodes import draws, info_of, value_of
 from ..ir.program import Program
 from .bind import Carrier
 from .proof import WHAT, Before, PlainRun, uncounted
-from .watched import written_inputs
+from .watched import GRADIENT, points_of, written_inputs
 
 Tensor = torch.Tensor
+_LITTLE = 1 << 20  # bytes that nobody misses
 Recording = tuple[Program, Mapping[str, int], Any]  # a program of the loss, and how it takes and gives trees
 Record = Callable[[Sequence[Any]], Recording]
 
@@ -58,7 +59,7 @@ def _sharded(spec: Spec | None) -> set[int]:
 
 def whole_loss(record: Record, leaves: list[Any] | None, plain: Program, carrier: Carrier) -> float | None:
     """The loss of a batch; None where it is not the sum of losses of micro-batches, where no program can be made, or
-    where that needs more memory than the step.  All ranks call it together, and get the same.
+    where that needs more memory than the step and one gradient.  All ranks call it together, and get the same.
 
     A loss that draws random numbers, or that changes buffers, is another one for micro-batches.
     """
@@ -68,7 +69,8 @@ def whole_loss(record: Record, leaves: list[Any] | None, plain: Program, carrier
             recording = record(leaves)
         except MeshwrightError:
             recording = None
-    possible = recording is not None and _comparable(recording[0]) and _peak(recording[0]) <= _peak(plain)
+    most = _peak(plain) + max(_gradients(plain), _LITTLE)
+    possible = recording is not None and _comparable(recording[0]) and _peak(recording[0]) <= most
     mesh = plain.mesh
     if not all(collective.all_gather_object(possible, collective.group(mesh), WHAT)):
         return None
@@ -91,6 +93,11 @@ def value_of_loss(t: Tensor | None, spec: Spec | None) -> float | None:
 
 def _comparable(program: Program) -> bool:
     return not any(draws(n) for n in program.graph.nodes) and not written_inputs(program, buffers=False)
+
+
+def _gradients(program: Program) -> int:
+    """Bytes of those of all parameters."""
+    return sum(v.nbytes for p in points_of(program) if p.name.startswith(GRADIENT) and (v := value_of(p.node)))
 
 
 def _peak(program: Program) -> int:
