@@ -252,9 +252,10 @@ def find_weight(
     if not unclear and any(f != found[0] for f in found):
         unclear = [PassError(f"the loss is a mean over two things; {weighing.hint}")]
     if unclear:
+        sharded = {p.dim for layout in layouts.values() for p in layout.placements if isinstance(p, Shard)}
         more = " (no tensor of the batch is sharded on its first dim: pass rows_dim= to GradientMerge to say which dim "
         more += "has the rows of the batch)"
-        raise PassError(f"{unclear[0]}{more if found else ''}")
+        raise PassError(f"{unclear[0]}{more if weighing.rows_dim is None and 0 not in sharded else ''}")
     return found[0]
 
 
