@@ -99,6 +99,15 @@ def test_one_step_is_of_one_kind():
     assert step(spec(I, I), spec(R, R), 0, 1).kind == "retype"
 
 
+def test_an_axis_of_one_rank_goes_along():
+    """It has no type of its own: a gather over it and others is transposed as one over the others."""
+    gather = step(spec(S0, I, S0), spec(R, I, I), 0, 2)
+    back = gather.transpose()
+    assert (gather.kind, gather.axes) == ("all_gather", (0, 2))
+    assert (back.kind, back.axes) == ("reduce_scatter", (0,))
+    assert (back.src, back.dst) == (gather.dst.dual(), gather.src.dual())
+
+
 def test_a_step_touches_no_axis_that_is_undecided():
     left = step(spec(P, undecided=2), spec(I, undecided=2))
     assert left.dst.undecided == 2

@@ -110,6 +110,9 @@ def between(src: Spec, dst: Spec, axes: tuple[int, ...]) -> ConversionStep:
     kinds = {_kind(src, dst, a) for a in axes}
     if len(kinds) > 1:
         kinds.discard("retype")
+    if len(kinds) > 1:  # over an axis of one rank there is nothing to do
+        axes = tuple(a for a in axes if src.mesh.sizes[a] > 1)
+        kinds = {_kind(src, dst, a) for a in axes}
     if len(kinds) != 1:
         raise ConversionError(f"no single step leads from {src!r} to {dst!r}: it would mix {sorted(kinds)}")
     return ConversionStep(kinds.pop(), axes, src, dst)
