@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoints, load_weights, save_weights
     from .explanation import Explanation, explain, explicit
     from .machines import hardware
+    from .planner import plan
     from .planning import layouts
     from .program import LossScale, load_program, save_program
     from .program.compile import capture_local, compile_step
@@ -76,6 +77,7 @@ _LATER = {
     "check_rule": "testing",
     "layouts": "planning",
     "passes": "passes",
+    "plan": "planner",
     "verify": "verification",
 }
 
@@ -148,6 +150,7 @@ __all__ = [
     "load_weights",
     "no_sync",
     "passes",
+    "plan",
     "rank",
     "reproducible_random",
     "reshard",

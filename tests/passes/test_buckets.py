@@ -15,12 +15,12 @@ from meshwright.collective import COLLECTIVES, KINDS, OPERATORS
 from meshwright.passes.buckets import (
     FusedBucket,
     Network,
-    _seconds,
     by_limit,
     by_time,
     by_unit,
     fusible,
     in_order,
+    seconds_of,
     times,
 )
 from meshwright.passes.gradients import SentGradient
@@ -317,19 +317,19 @@ def test_seconds_on_the_wire(kind: str, options: tuple[Any, ...], axes: str, sec
 def test_seconds_of_ops() -> None:
     step, network = Step(), Network(0.0, 1.0, 1000.0)
     a, b = step.given(6, 10), step.given(10, 4)
-    assert _seconds(a, network) == 0
+    assert seconds_of(a, network) == 0
     view = step.node(aten.t.default, (a,), step.value(10, 6))
-    assert _seconds(view, network) == 0
+    assert seconds_of(view, network) == 0
     sent = step.sum_of(1000).node
     assert sent.target in COLLECTIVES
-    assert _seconds(sent, network) == 0
+    assert seconds_of(sent, network) == 0
     product = step.node(aten.mm.default, (a, b), step.value(6, 4))
-    assert _seconds(product, network) == pytest.approx(0.48 + 5e-6, rel=1e-12)
+    assert seconds_of(product, network) == pytest.approx(0.48 + 5e-6, rel=1e-12)
     # Read and written at 10 GB/s: 240 + 160 + 96 bytes, of float64 twice as many.
     other = step.node(aten.cat.default, ([a, b],), step.value(24))
-    assert _seconds(other, network) == pytest.approx(496e-10 + 5e-6, rel=1e-12)
+    assert seconds_of(other, network) == pytest.approx(496e-10 + 5e-6, rel=1e-12)
     other = step.node(aten.cat.default, ([a, b],), (step.value(24, dtype=F64), None))
-    assert _seconds(other, network) == pytest.approx(592e-10 + 5e-6, rel=1e-12)
+    assert seconds_of(other, network) == pytest.approx(592e-10 + 5e-6, rel=1e-12)
 
 
 def test_seconds_of_ops_with_several_results() -> None:
@@ -344,4 +344,4 @@ def test_seconds_of_ops_with_several_results() -> None:
             step.value(5),
         )
         node = step.node(aten.convolution_backward.default, (grad, x, w, *options, [*mask, True]), values)
-        assert _seconds(node, network) == pytest.approx(sum(mask) * flops / 1e6 + 5e-6, rel=1e-12)
+        assert seconds_of(node, network) == pytest.approx(sum(mask) * flops / 1e6 + 5e-6, rel=1e-12)

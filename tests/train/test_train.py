@@ -90,6 +90,7 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
     ("ep=2,tp=2", {"experts": 4, "shared_experts": 1, "sequence_parallel": True, "expert_width": 7}),
     ("dp=2,cp=2,ep=3", {"experts": 2, "shared_experts": 2, "accumulate": 2}),  # more ranks than experts
     ("dp=2,cp=2,tp=2,ep=2", {"experts": 4, "static": True}),
+    ("dp=2,tp=2", {"plan": "auto", "hardware": "cpu-gloo", "layers": 4}),
 ]
 
 

@@ -26,6 +26,8 @@ class Commands(LazyGroup):
         "train": "Train a byte-level GPT on real text, across a mesh of processes.",
         "explain": "Show what a training step sends and holds on a mesh, and why, with no devices and no processes.",
         "layouts": "Find layouts for your own model: what each axis splits, and why, with no devices and no processes.",
+        "plan": "Find mesh, layouts and storage of a model for a machine, with no devices and no processes.",
+        "calibrate": "Measure this machine's links and kernels, for --hardware of plan.",
         "verify": "Train your own step on simulated ranks and compare everything with one device.",
         "checkpoint": "Show what is in checkpoints, verify their checksums, export their weights.",
         "doctor": "Check this machine and this installation, and end with a verdict.",

@@ -18,7 +18,12 @@ from .layout import Placements
 from .placement import Placement, Replicate, as_placement, placement_from
 
 _FORMAT = 1
-_KEYS = {"format", "mesh", "batch", "layouts", "notes"}
+_KEYS = {"format", "mesh", "batch", "layouts", "notes", "inputs", "outputs", "options", "made_for"}
+# What a table may say beside layouts, by the names that compile_step has for it, and of which types.
+OPTIONS: dict[str, tuple[type, ...]] = {
+    "fsdp": (str, list, dict), "shard_states": (str, list), "reshard_after_forward": (bool,), "stages": (dict,),
+    "recompute": (list,), "passes": (list,),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,10 @@ class LayoutTable(MutableMapping[str, Mapping[str, Placement]]):
         lines: Glob to line, with the reason.
         batch: Placements of all batch tensors, or of each by name.
         notes: Remarks, such as an axis that shards nothing.
+        inputs: Glob of module names to placements, as `inputs=` of `compile_step`; `outputs` likewise.
+        options: Further options of `compile_step`: `fsdp`, `shard_states`, `reshard_after_forward`, `stages`,
+            `recompute`, `passes`.
+        made_for: Model and hardware of a plan of `mw.plan`. Without it the table fits any model with such names.
 
     Examples:
         ```python
@@ -63,8 +72,15 @@ class LayoutTable(MutableMapping[str, Mapping[str, Placement]]):
         lines: Mapping[str, LayoutLine],
         batch: Mapping[str, Any] | None = None,
         notes: tuple[str, ...] = (),
+        *,
+        inputs: Mapping[str, Mapping[str, Placement]] | None = None,
+        outputs: Mapping[str, Mapping[str, Placement]] | None = None,
+        options: Mapping[str, Any] | None = None,
+        made_for: Mapping[str, str] | None = None,
     ) -> None:
         self.mesh, self.lines, self.batch, self.notes = dict(mesh), dict(lines), dict(batch or {}), tuple(notes)
+        self.inputs, self.outputs = dict(inputs or {}), dict(outputs or {})
+        self.options, self.made_for = dict(options or {}), dict(made_for or {})
 
     def __getitem__(self, glob: str) -> Mapping[str, Placement]:
         return dict(self.lines[glob].placements)
@@ -127,6 +143,11 @@ class LayoutTable(MutableMapping[str, Mapping[str, Placement]]):
             table.add_row(Text(", ".join(globs)), Text("whole"), Text(reason))
         for name, said in _by_leaf(self.batch).items():
             table.add_row(Text(name), Text(_words(said) or "whole"), Text("the batch"))
+        for what, wishes in (("inputs of a module", self.inputs), ("outputs of a module", self.outputs)):
+            for glob, placements in wishes.items():
+                table.add_row(Text(glob), Text(_words(placements)), Text(what))
+        for name, value in self.options.items():
+            table.add_row(Text(name), Text(json.dumps(value)), Text("option of compile_step"))
         return Group(table, *(Text(f"note: {note}") for note in self.notes))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -144,6 +165,12 @@ class LayoutTable(MutableMapping[str, Mapping[str, Placement]]):
             "[batch]",
         ]
         text += [f"{_quoted(name)} = {_inline(said)}" for name, said in _by_leaf(self.batch).items()]
+        for title, globs in (("inputs", self.inputs), ("outputs", self.outputs)):
+            if globs:
+                text += ["", f"[{title}]", *(f"{_quoted(glob)} = {_inline(said)}" for glob, said in globs.items())]
+        for title, values in (("options", self.options), ("made_for", self.made_for)):
+            if values:
+                text += ["", f"[{title}]", *(f"{_quoted(k)} = {_value(v)}" for k, v in values.items())]
         text += ["", "[layouts]"]
         text += [f"{_quoted(glob)} = {_inline(line.placements, line.reason)}" for glob, line in self.lines.items()]
         Path(path).write_text("\n".join(text) + "\n", encoding="utf-8")
@@ -188,14 +215,28 @@ def load_layouts(path: str | os.PathLike[str]) -> LayoutTable:
         raise LayoutError(f"{path}: unknown {', '.join(sorted(unknown))}: {', '.join(sorted(_KEYS))} are known")
     if found.get("format", _FORMAT) != _FORMAT:
         raise LayoutError(f"{path}: format {found['format']!r} is of another version: {_FORMAT} is read")
-    mesh, said, batch = (found.get(key, {}) for key in ("mesh", "layouts", "batch"))
-    if not all(isinstance(t, dict) for t in (mesh, said, batch)) or not all(type(n) is int for n in mesh.values()):
+    mesh, said, batch, inputs, outputs, options, made_for = (
+        found.get(key, {}) for key in ("mesh", "layouts", "batch", "inputs", "outputs", "options", "made_for")
+    )
+    tables = (mesh, said, batch, inputs, outputs, options, made_for)
+    if not all(isinstance(t, dict) for t in tables) or not all(type(n) is int for n in mesh.values()):
         raise LayoutError(f"{path}: tables were expected: mesh = {{ tp = 2 }}, [batch], [layouts]")
     notes = found.get("notes", [])
     lines = {glob: _line(path, glob, entry, mesh) for glob, entry in said.items()}
     leaves = {name: _line(path, f"batch: {name}", entry, mesh).placements for name, entry in batch.items()}
     whole = leaves["*"] if leaves.keys() == {"*"} else leaves
-    return LayoutTable(mesh, lines, whole, tuple(map(str, notes)) if isinstance(notes, list) else ())
+    for name, value in options.items():
+        if name not in OPTIONS or not isinstance(value, OPTIONS[name]):
+            raise LayoutError(f"{path}: options: {name} = {value!r}: of {', '.join(OPTIONS)} a value was expected")
+    by_module = [
+        {glob: _line(path, f"{title}: {glob}", entry, mesh).placements for glob, entry in globs.items()}
+        for title, globs in (("inputs", inputs), ("outputs", outputs))
+    ]
+    return LayoutTable(
+        mesh, lines, whole, tuple(map(str, notes)) if isinstance(notes, list) else (),
+        inputs=by_module[0], outputs=by_module[1], options=options,
+        made_for={str(k): str(v) for k, v in made_for.items()},
+    )  # fmt: skip
 
 
 def read_layouts(given: Any) -> Any:
@@ -231,6 +272,15 @@ def _inline(placements: Mapping[str, Placements], reason: str = "") -> str:
     said = [f'{_quoted(a)} = "{p!r}"' for a, p in placements.items()]
     said += [f"reason = {json.dumps(reason, ensure_ascii=False)}"] if reason else []
     return "{ " + ", ".join(said) + " }" if said else "{}"
+
+
+def _value(value: Any) -> str:
+    """An option as TOML has it."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_quoted(str(k))} = {_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _quoted(key: str) -> str:

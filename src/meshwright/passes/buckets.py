@@ -194,12 +194,13 @@ def times(gradients: Gradients, network: Network) -> dict[fx.Node, float]:
     """Seconds from the start of the program to when each gradient exists on this rank, roughly."""
     clock, now = [], 0.0
     for node in gradients.order:
-        now += _seconds(node, network)
+        now += seconds_of(node, network)
         clock.append(now)
     return {r.node: clock[r.ready] for r in gradients.reductions}
 
 
-def _seconds(node: fx.Node, network: Network) -> float:
+def seconds_of(node: fx.Node, network: Network) -> float:
+    """What a node of a program takes on its rank, without collectives."""
     if node.op != "call_function" or node.target in VIEWS or node.target in COLLECTIVES:
         return 0.0
     count = flop_registry.get(getattr(node.target, "_overloadpacket", None))
@@ -218,4 +219,4 @@ def _meta(node: fx.Node) -> Any:
     return None if value is None else torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
-__all__ = ["FusedBucket", "Network", "by_limit", "by_time", "by_unit", "fusible", "in_order", "times"]
+__all__ = ["FusedBucket", "Network", "by_limit", "by_time", "by_unit", "fusible", "in_order", "seconds_of", "times"]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ..errors import PlanError
 
 Prices = NDArray[np.int64]
-NEVER = 10**15  # a price that nothing reaches, and sums of thousands of which still fit
+NEVER = 10**17  # a price that nothing reaches, and sums of tens of which still fit
 _MOST = 1 << 26  # entries of a joined table, beyond which elimination is given up
 _SMALL = 1 << 22
 Scope = tuple[int, ...]
@@ -162,7 +162,8 @@ class _Elimination:
         old = self._rank.get(v)
         if old is not None:
             self._heap[old].pop(v)
-        rank = 0 if len(around) < 3 and size <= _SMALL else size.bit_length()
+        few = sum(self.problem.sizes[w] > 1 for w in around) < 3
+        rank = 0 if few and size <= _SMALL else size.bit_length()
         self._rank[v] = rank
         self._heap.setdefault(rank, {})[v] = None
 

@@ -13,7 +13,7 @@ import torch.nn as nn
 
 from ..collective import together
 from ..errors import CaptureError, ProgramError, takes
-from ..layout import At, Placements, read_layouts
+from ..layout import At, LayoutTable, Placements, read_layouts
 from ..mesh import Mesh
 from ..passes import Pass, PassManager
 from ..ranks import runtime
@@ -181,7 +181,8 @@ def compile_step(
     Args: Layouts
         mesh: A connected or a simulated mesh.
         layouts: Globs of parameters, buffers, batch tensors (`batch.0`) or values of the program to placements; or a
-            [LayoutTable][meshwright.LayoutTable] or the path of one. The last glob that matches wins.
+            [LayoutTable][meshwright.LayoutTable] or the path of one, whose options (`fsdp`, `stages`, ...) count where
+            you give none. The last glob that matches wins.
         batch: Placements of all batch tensors, or globs of their names: `{"input_ids": {"dp": mw.Shard(0)}}` for a
             dict, `"0"` for a tuple, `"images.pixels"` for nested ones. Default: those of the table.
         inputs: As for [shard_module][meshwright.shard_module].
@@ -255,10 +256,12 @@ def compile_step(
     with together(mesh, "compile_step"):
         trained, table = as_one(optimizer), read_layouts(layouts)
         checked_strategies(strategies or {}, mesh.axes)
+    if isinstance(table, LayoutTable) and not passes:
+        passes = table.options.get("passes", ())
     manager = _manager(passes)
     plan = Plan(
-        layouts=table or {}, batch=batch, inputs=dict(inputs or {}), outputs=dict(outputs or {}), fsdp=fsdp,
-        offload=offload, reshard_after_forward=reshard_after_forward, shard_states=shard_states,
+        layouts={} if table is None else table, batch=batch, inputs=dict(inputs or {}), outputs=dict(outputs or {}),
+        fsdp=fsdp, offload=offload, reshard_after_forward=reshard_after_forward, shard_states=shard_states,
         offload_states=offload_states, elementwise=elementwise, clip_grad_norm=clip_grad_norm, gradients=gradients,
         loss_scale=LossScale.of(loss_scale), precision=precision, strategies=strategies, stages=stages,
     )  # fmt: skip

@@ -225,7 +225,7 @@ def on_one_axis(src: Type, dst: Type, n: int, wide: float) -> tuple[float, float
     here = ends[0][0][:2]
     for _, to in _cheapest((n,), *ends, len(dims), (wide, wide)):
         held, made = (1 / n if isinstance(p, Shard) else 1.0 for p, _ in (here, to))
-        (before, after), (before_back, after_back) = _both_ways(here, to, (wide, wide))
+        (before, after), (before_back, after_back) = both_ways(here, to, (wide, wide))
         there += before * held + after * made
         back += before_back * made + after_back * held
         here = to
@@ -254,15 +254,19 @@ def _prices(types: tuple[Type, ...], wide: Wide) -> list[list[Price]]:
             if (p, r) == (q, s) or _UNDECIDED in (r, s):
                 continue
             try:
-                there, back = _both_ways((p, r), (q, s), wide)
+                there, back = both_ways((p, r), (q, s), wide)
             except ConversionError:
                 continue
             table[-1].append((i, there[0] + back[1], there[1] + back[0]))
     return table
 
 
-def _both_ways(src: Type, dst: Type, wide: Wide) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Of one step and of its transpose: see ``cost.passes``.  A reduction is transposed as a sum is."""
+def both_ways(src: Type, dst: Type, wide: Wide) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Of one step and of its transpose: see ``cost.passes``.  A reduction is transposed as a sum is.
+
+    Raises:
+        ConversionError: no single step leads from one to the other.
+    """
     there = _passes(src[0], dst[0], wide[0])
     source = (Partial(), _INVARIANT) if isinstance(src[0], Partial) else src
     return there, _passes(dual(dst[0], bool(dst[1]))[0], dual(source[0], bool(source[1]))[0], wide[1])

@@ -33,6 +33,7 @@ MERGE = "gradient-merge"  # the pass that accumulates
 PASSES = ("data-parallel-optimization", MERGE, "pipeline", "recompute", "reshard-after-forward", "split-checkpoints")
 CHUNKED = ("looped", "v")  # of which a rank has several stages
 SCHEDULES = ("1f1b", "gpipe", "zero-bubble", *CHUNKED, "uncut")
+AUTO_PLAN = "auto"  # of --plan: found when training begins
 STAGES = "pp"  # the axis over which the blocks of the built-in models are spread
 AXES = {  # of the plan of the built-in models
     "dp": "splits the batch",
@@ -365,6 +366,15 @@ class TrainConfig(StepConfig):
         "Store parameters, gradients and optimizer states in the memory of the host: cpu.", one_of(HOSTS),
         unset="on --device",
     )  # fmt: skip
+    plan: str | None = option(
+        None, "--plan", SPLITTING,
+        "Layouts, storage and recomputation of a captured step: a file of [bold]meshwright plan --save[/], or "
+        "[bold]auto[/], which finds them for --mesh on --hardware.", unset="those of this model", metavar="FILE",
+    )  # fmt: skip
+    hardware: str | None = option(
+        None, "--hardware", SPLITTING, "With --plan auto: the machine, a preset or a file of meshwright calibrate.",
+        metavar="NAME",
+    )  # fmt: skip
     static: bool = option(False, "--static", PROGRAM, "Capture the step as one program and run that.")
     save: str | None = option(
         None, "--save", CHECKPOINTS, "Save to this folder: at the end, and see --save-every.", metavar="DIR",
@@ -395,8 +405,10 @@ class TrainConfig(StepConfig):
     def __post_init__(self) -> None:
         """Raises OptionError, MeshError or PassError, naming the option and what would be right."""
         super().__post_init__()
-        check_axes(self.make_mesh())
-        if self.stages:
+        self._check_plan()
+        if self.plan is None:
+            check_axes(self.make_mesh())
+        if self.stages or self.plan:
             object.__setattr__(self, "static", True)  # only a captured step has stages
         if self.micro_batches and self.dropout and self.verify:
             raise OptionError(
@@ -421,6 +433,25 @@ class TrainConfig(StepConfig):
             )
         if self.passes:
             self.pass_manager()
+
+    def _check_plan(self) -> None:
+        """Raises OptionError for what a plan decides, and was given too."""
+        if self.plan is None:
+            if self.hardware is not None:
+                raise OptionError(f"--hardware {self.hardware}: only --plan auto asks for it: add --plan auto")
+            return
+        if (self.plan == AUTO_PLAN) != (self.hardware is not None):
+            raise OptionError(
+                "--plan auto needs --hardware NAME, and a file has its own: "
+                f"--plan {self.plan}, --hardware {self.hardware}"
+            )
+        for flag, given in (
+            ("--fsdp", self.fsdp), ("--shard-states", self.shard_states),
+            ("--sequence-parallel", self.sequence_parallel), ("--offload", self.offload),
+            ("--micro-batches", self.micro_batches),
+        ):  # fmt: skip
+            if given:
+                raise OptionError(f"{flag} {given}: --plan decides that: leave one of the two out")
 
     def pass_manager(self) -> PassManager:
         """The passes of the captured step; micro-steps are one of them."""

@@ -18,6 +18,7 @@ from meshwright import collective
 from meshwright.collective import Fact
 from meshwright.errors import DataError
 from meshwright.explanation import memory_of
+from meshwright.program import Plan
 from meshwright.ranks import runtime
 from meshwright.shard.data.loader import shard_dataloader
 
@@ -25,7 +26,7 @@ from .config import TrainConfig
 from .data import Corpus, Windows, load_corpus
 from .model import GPT, loss_of
 from .options import OptionError
-from .plan import plan_for
+from .plan import plan_for, planned
 from .usage import Usage
 from .verify import Verdict, Verifier
 
@@ -94,13 +95,14 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, mesh: mw.Mesh, corpus: Corpus) -> None:
         self.config, self.mesh = config, mesh
-        self.plan = plan_for(
-            mesh, sequence_parallel=config.sequence_parallel, tie=config.tie, experts=config.experts is not None,
-            shared=bool(config.shared_experts),
-        )  # fmt: skip
         torch.manual_seed(config.seed)
         # Described on the meta device, then made shard by shard with the values that one device would get.
         self.model: nn.Module = GPT(config, "meta")
+        self.table = None if config.plan is None else planned(config, mesh, self.model)
+        self.plan = Plan(self.table) if self.table is not None else plan_for(
+            mesh, sequence_parallel=config.sequence_parallel, tie=config.tie, experts=config.experts is not None,
+            shared=bool(config.shared_experts),
+        )  # fmt: skip
         self.lay()
         windows = Windows(corpus, config.batch, config.seq, config.seed)
         # The windows are batches already.  A generator of its own: DataLoader draws a seed for workers, and
@@ -172,6 +174,12 @@ class StaticTrainer(Trainer):
         """Capture the step, which lays out model and optimizer as its layouts complete."""
         config, plan = self.config, self.plan
         self.optimizer = config.make_optimizer(self.model)
+        laid: dict[str, Any] = {
+            "layouts": plan.layouts, "batch": plan.batch, "inputs": plan.inputs, "outputs": plan.outputs,
+            "fsdp": config.fsdp, "shard_states": config.shard_states, "stages": config.stages,
+        }  # fmt: skip
+        if self.table is not None:
+            laid = {"layouts": self.table}
         example = torch.zeros(config.batch, config.seq, dtype=torch.long)
         self.step = mw.compile_step(
             self.model,
@@ -179,17 +187,11 @@ class StaticTrainer(Trainer):
             self.optimizer,
             (example, example),
             mesh=self.mesh,
-            layouts=plan.layouts,
-            batch=plan.batch,
-            inputs=plan.inputs,
-            outputs=plan.outputs,
-            fsdp=config.fsdp,
-            shard_states=config.shard_states,
+            **laid,
             clip_grad_norm=config.clip,
             gradients=config.verify,
             passes=config.pass_manager(),
             precision=config.policy,
-            stages=config.stages,
         )
 
     def backward(self, step: int) -> Tensor:

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 import meshwright as mw
 from meshwright.program import Plan
 
-from .config import check_axes
+from .config import AUTO_PLAN, TrainConfig, check_axes
 
 FIRST_OF_A_PAIR = ("*.attention.[qkv]*", "*.mlp.[gu]*")  # qkv, or query, key and value; up, or gate and up
 ROW_SPLIT = ("*.attention.out.weight", "*.mlp.down.weight")
@@ -65,3 +67,21 @@ def plan_for(
     outputs = dict.fromkeys(NORMS, whole) | ({NORMS[1]: split} if experts else {})
     after = [g.removesuffix(".weight") for g in second]
     return Plan(layouts, batch, inputs, dict.fromkeys(("tokens", *after), split) | outputs, **more)
+
+
+def planned(config: TrainConfig, mesh: mw.Mesh, model: torch.nn.Module) -> mw.LayoutTable:
+    """The plan of ``--plan``: that of a file, or the one that is found, the same on every rank.
+
+    Raises:
+        LayoutError, PlanError, HardwareError: If there is none, or it was made for something else.
+    """
+    if config.plan != AUTO_PLAN:
+        return mw.load_layouts(str(config.plan))
+    from .model import loss_of
+
+    ids = torch.empty(config.batch, config.seq, dtype=torch.long, device="meta")
+    found = mw.plan(
+        model, lambda m, b: loss_of(m, *b), (ids, ids), config.make_optimizer(model), mesh=mesh,
+        hardware=str(config.hardware),
+    )  # fmt: skip
+    return found.plan

@@ -10,19 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils.flop_counter import FlopCounterMode
 
-from ... import compat
 from ...errors import LayoutError
-from ...local_tensor import storage_of
 from .export import Captured, region_of
+from .work import OpWork, bytes_in
 
 Tensor = torch.Tensor
-_FLOPS_PER_BYTE = 100  # that a device computes while it reads or writes one byte: accelerators do 100 to 300
 _NEARLY = 1.1  # times the fastest; as good, if it sends less
 _HELD = 2  # a stage has at most so many times its part of the parameters, unless it must
 _BACK = {False: 3, True: 4}  # forward, and twice as much backward; a checkpointed call runs again
@@ -30,57 +26,12 @@ _BACK = {False: 3, True: 4}  # forward, and twice as much backward; a checkpoint
 
 def works(captured: Captured) -> dict[fx.Node, float]:
     """What each op of a captured step takes with its backward, in bytes that could be moved meanwhile."""
-    known: dict[Any, float] = {}
+    counted = OpWork()
     return {
-        node: _BACK[bool(region_of(node))] * _forward(node, known)
+        node: _BACK[bool(region_of(node))] * counted.of(node).in_bytes
         for node in captured.graph.nodes
         if node.op == "call_function"
     }
-
-
-def _forward(node: fx.Node, known: dict[Any, float]) -> float:
-    if not isinstance(node.target, compat.OpOverload):
-        return 0.0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), _meta)
-    key = node.target, str([(a.shape, a.dtype) if isinstance(a, Tensor) else a for a in _flat((args, kwargs))])
-    if key not in known:
-        known[key] = _taken(node, args, kwargs)
-    return known[key]
-
-
-def _taken(node: fx.Node, args: Any, kwargs: Any) -> float:
-    target: Any = node.target
-    # A parameter that is not multiplied with is small, or read in part as a table is.
-    read = [n.meta.get("val") for n in node.all_input_nodes if n.op != "placeholder"]
-    moved = sum(map(_bytes, [*read, node.meta.get("val")]))
-    if str(target).startswith("meshwright.experts"):
-        pairs = args[1].numel()  # of tokens and experts
-        return 2.0 * pairs * sum(math.prod(w.shape[1:]) for w in args[3:5]) / _FLOPS_PER_BYTE + moved
-    try:
-        with FlopCounterMode(display=False) as flops:
-            made = target(*args, **kwargs)
-    except (NotImplementedError, RuntimeError):  # an op that needs values
-        return float(moved)
-    given = {storage_of(a) for a in _flat((args, kwargs)) if isinstance(a, Tensor)}
-    fresh = any(isinstance(t, Tensor) and storage_of(t) not in given for t in _flat(made))
-    return flops.get_total_flops() / _FLOPS_PER_BYTE + (moved if fresh else 0)
-
-
-def _flat(given: Any) -> list[Any]:
-    return compat.pytree.tree_leaves(given)
-
-
-def _meta(node: fx.Node) -> Any:
-    return compat.pytree.tree_map(
-        lambda x: (
-            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
-        ),
-        node.meta.get("val"),
-    )
-
-
-def _bytes(value: Any) -> int:
-    return sum(t.numel() * t.dtype.itemsize for t in _flat(value) if isinstance(t, Tensor))
 
 
 def balanced(captured: Captured, lent: Collection[fx.Node], stages: int) -> dict[fx.Node, int]:
@@ -130,8 +81,8 @@ def _crossing(calls: Sequence[fx.Node], params: Collection[str], lent: Collectio
             needing.add(n)
             later = [place[u] for u in n.users if u in place]
             if later and isinstance(n.meta.get("val"), Tensor):
-                change[i + 1] += _bytes(n.meta["val"])
-                change[max(later) + 1] -= _bytes(n.meta["val"])
+                change[i + 1] += bytes_in(n.meta["val"])
+                change[max(later) + 1] -= bytes_in(n.meta["val"])
     return list(accumulate(change))
 
 

@@ -26,6 +26,7 @@ from ...passes.reshard_after_forward import ReshardAfterForward
 from ...passes.split_checkpoints import SplitCheckpoints
 from ...ranks import runtime
 from ...shard.modules.constraints import Inputs, Outputs, hooked
+from ...shard.parameters.made_for import check_made_for, planned_for
 from ...shard.parameters.names import Names, matching
 from ...shard.parameters.packing import whole_over
 from ...shard.parameters.precision import Casts, Precisions, casts_of, check_autocast
@@ -41,6 +42,7 @@ from .loss_sums import Found, with_count
 from .micro_batches import find_weight
 from .optimizers import Given, as_one, parts_of
 from .partition import Assignment, partition
+from .planned import Recomputed, matching_modules
 from .refusals import without_anomaly_mode
 from .scale import LossScale
 from .shared_export import answered, constants_of
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 Globs = Mapping[str, Placements]
+_UNSAID: tuple[Any, ...] = (None, (), {}, True)
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,8 @@ class Plan(Storage):
         stages: a mesh axis to the list of modules, or globs over names of modules, that say which stage has what; or to
             ``"auto"``.
         elementwise: optimizers of classes of the user's own treat elements one by one.
+        recompute: globs over names of modules whose calls are run again for the backward.
+        made_for: what a plan was made for, which :func:`build` compares.
     """
 
     layouts: Globs = field(default_factory=dict)
@@ -92,13 +97,21 @@ class Plan(Storage):
     offload_states: str | None = None
     stages: StagesGiven | None = None
     elementwise: bool = False
+    recompute: Sequence[str] = ()
+    made_for: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Read the file; a table says of the batch what nobody else does."""
+        """Read the file; a table says what nobody else does."""
         table = read_layouts(self.layouts)
         object.__setattr__(self, "layouts", dict(table or {}))
-        if self.batch is None and isinstance(table, LayoutTable):
-            object.__setattr__(self, "batch", table.batch or None)
+        if not isinstance(table, LayoutTable):
+            return
+        said: dict[str, Any] = {k: v for k, v in table.options.items() if k != "passes"}
+        said |= {"inputs": {**table.inputs, **self.inputs}, "outputs": {**table.outputs, **self.outputs}}
+        said |= {"batch": table.batch or None, "made_for": planned_for(table)}
+        for name, value in said.items():
+            if name in ("inputs", "outputs") or getattr(self, name) in _UNSAID:
+                object.__setattr__(self, name, value)
 
     def optimizer_options(self) -> dict[str, Any]:
         """What ``shard_optimizer`` is told, by name."""
@@ -186,6 +199,7 @@ def _build(
     homes: Homes | None,
     weighing: Weighing | None,
 ) -> Built:
+    check_made_for(model, mesh, plan.made_for)
     casts = _casts(model, mesh, plan)
     with _hooks(model, mesh, plan, casts) as met:
         captured = capture(model, loss_fn, batch, mesh.device, casts.dtypes)
@@ -319,6 +333,7 @@ def _hooks(model: nn.Module, mesh: Mesh, plan: Plan, casts: Casts) -> Iterator[s
     modules, met = dict(model.named_modules()), set[tuple[str, str]]()
     names = {id(m): n for n, m in modules.items()}
     handles = list(casts.attach(model))
+    handles += [Recomputed(modules[name]) for name in matching_modules(plan.recompute, modules)]
     for globs, kind, register in (
         (plan.inputs, Inputs, "register_forward_pre_hook"),
         (plan.outputs, Outputs, "register_forward_hook"),

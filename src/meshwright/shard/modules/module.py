@@ -14,7 +14,7 @@ from ... import compat
 from ...collective import Fact, together
 from ...dispatch import disabled
 from ...errors import LayoutError, MeshwrightError, ShardError, takes
-from ...layout import Layout, Placements, Spec, read_layouts
+from ...layout import Layout, LayoutTable, Placements, Spec, read_layouts
 from ...local_tensor import bare
 from ...mesh import Mesh
 from ...ranks import runtime
@@ -25,6 +25,7 @@ from ...tensor.autograd_functions import guard_scripts
 from ..gradients.sync import BUCKET_BYTES, GradSync
 from ..initialization.values import Init, ValueOrigin, become, give_values, origins_of
 from ..parameters.host import HOST, in_host_memory
+from ..parameters.made_for import check_made_for, planned_for
 from ..parameters.names import Globs, Names, inside, matching
 from ..parameters.precision import PRECISION_WANTED, Dtypes, Precisions, casts_of
 from ..parameters.stored import ON_WANTED, OVER_WANTED, UNSHARDED, Over, Storage, Stored, on_host, stored
@@ -126,6 +127,16 @@ def shard_module(
     guard_scripts()
     _check_sync(sync, fsdp, offload, precision)
     around = {"inputs": inputs or {}, "outputs": outputs or {}}
+    if isinstance(placements, (str, PathLike)):
+        with together(mesh, "shard_module"):
+            placements = read_layouts(placements)
+    if isinstance(placements, LayoutTable):
+        with together(mesh, "shard_module"):
+            check_made_for(model, mesh, planned_for(placements))
+            _check_eager(placements)
+        around = {k: {**getattr(placements, k), **said} for k, said in around.items()}
+        fsdp = placements.options.get("fsdp") if fsdp is None else fsdp
+        reshard_after_forward = reshard_after_forward and placements.options.get("reshard_after_forward", True)
     names, kept, origins = _laid(model, mesh, placements or {}, around, Storage(fsdp=fsdp, offload=offload), precision)
     params = {n: t for n, t in names.current().items() if isinstance(t, DistTensor) and isinstance(t, nn.Parameter)}
     if origins:
@@ -146,6 +157,19 @@ def shard_module(
     return model
 
 
+def _check_eager(table: LayoutTable) -> None:
+    """Raises ShardError for options of a plan that eager steps do not have."""
+    for option, instead in (
+        ("stages", "mw.compile_step(layouts=...)"),
+        (
+            "recompute",
+            "mw.compile_step(layouts=...), or call torch.utils.checkpoint in the model and delete the option",
+        ),
+    ):
+        if table.options.get(option):
+            raise ShardError(f"shard_module: the plan has {option}={table.options[option]!r}. Use {instead}.")
+
+
 def _laid(
     model: nn.Module,
     mesh: Mesh,
@@ -157,7 +181,7 @@ def _laid(
     """Lay tensors and attach constraints, or raise the same on all ranks; records of parameters and origins by name."""
     names, modules = Names(model), dict(model.named_modules())
     with together(mesh, "shard_module", fix="build the same model everywhere") as facts:
-        plan = _plan(names, mesh, read_layouts(placements))
+        plan = _plan(names, mesh, placements)
         casts = casts_of(model, names, precision)
         for name, dtypes in casts.dtypes.items():
             if name in plan:
