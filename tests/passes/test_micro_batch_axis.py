@@ -240,6 +240,26 @@ def test_rows_in_the_second_dim(name: str) -> None:
     same(got, one_device(SECOND[name], parts))
 
 
+def test_means_over_each_row_of_a_sequence() -> None:
+    """Where the first dim is a sequence, each row is divided by a sum of its own: that is no weight of a micro-batch."""
+    mesh = mw.Mesh({"tp": 2})
+
+    def over(dim: int) -> Loss:
+        def loss(m: Any, b: Any) -> Tensor:
+            mask = b["y"] != -100
+            return ((m(b["x"]).square().mean(-1) * mask).sum(dim) / mask.sum(dim).clamp(min=1)).mean()
+
+        return loss
+
+    rows = [batch_of(2, i) for i in range(2)]
+    parts = [{k: v.transpose(0, 1).contiguous() if v.ndim else v for k, v in p.items()} for p in rows]
+    with pytest.raises(PassError, match=r"divided by 2 different sums.*pass rows_dim= to GradientMerge"):
+        mw.simulate(lambda: merged(over(0), parts, {"tp": 2}, batch={}), mesh)
+    passes = [GradientMerge(2, rows_dim=1)]
+    got = mw.simulate(lambda: merged(over(0), parts, {"tp": 2}, batch={}, passes=passes), mesh)[0]
+    same(got, one_device(over(1), rows))
+
+
 @pytest.mark.parametrize("rows_dim", [-1, "0", 0.5])
 def test_rows_dim_is_a_number(rows_dim: Any) -> None:
     with pytest.raises(PassError, match="rows_dim"):

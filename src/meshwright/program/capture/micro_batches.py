@@ -417,6 +417,9 @@ class _Answer:
             raise self._refused(at, "what is divided by a sum over the batch is none: divide a sum by a sum")
         if of.degree and function:
             raise self._refused(at, "a mean over the batch is divided by one that is kept from zero: divide sums")
+        many = math.prod(next(iter(info_of(x).values)).shape)
+        if many > 1:  # a mean over each row, where what is taken for rows is a sequence
+            raise _Ordered(str(self._refused(at, f"terms of the loss are divided by {many} different sums")))
         names = []
         for node in self.terms.alike[("sum over micro-batches", self.terms.key(x))]:
             x = node.all_input_nodes[0]
