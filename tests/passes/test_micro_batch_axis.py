@@ -241,7 +241,7 @@ def test_rows_in_the_second_dim(name: str) -> None:
 
 
 def test_means_over_each_row_of_a_sequence() -> None:
-    """Where the first dim is a sequence, each row is divided by a sum of its own: that is no weight of a micro-batch."""
+    """Where the first dim is a sequence, each row has its own divisor: that is no weight of a micro-batch."""
     mesh = mw.Mesh({"tp": 2})
 
     def over(dim: int) -> Loss:
