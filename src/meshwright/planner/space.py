@@ -30,6 +30,7 @@ from .ways import Ways, crowded, parts_of
 
 Tensor = torch.Tensor
 _SMALL = 1 << 20  # bytes of a buffer up to which it is replicated without asking
+_MANY = 3
 _UNLIKE = 2e-5  # seconds that it costs if tensors of the batch are not split alike
 _HELD_PER_SECOND = 1e9  # bytes of a batch that is not split: what it costs to bring them to every rank
 Domain = Mapping[str, Sequence[State]]
@@ -163,6 +164,8 @@ class Space:
             if value.kind and value.maker is None:
                 self._leaf(value)
         for op in self.ops:
+            if any(self._shared(self.values[k]) for k in op.outputs):
+                op.ways = op.ways[:1]
             prices = [self._price(op, way) for way in op.ways]
             op.variable = self.problem.variable(prices)
         boundary = self._boundary()
@@ -181,6 +184,11 @@ class Space:
         least = (launch if forward else 0.0) + (launch if backward else 0.0)
         seconds = max((forward + backward) * way.work, least) + way.sent
         return min(round(seconds * PICO) * op.times, NEVER)
+
+    @staticmethod
+    def _shared(value: PlannedValue) -> bool:
+        """Whether many ops read a value without a gradient: tables of positions, masks. It is replicated."""
+        return not value.learnt and len(value.readers) >= _MANY
 
     def _leaf(self, value: PlannedValue) -> None:
         whole: State = tuple([INVARIANT] * len(self.sizes))
@@ -244,9 +252,8 @@ class Space:
             for (op, _), need in zip(value.readers, needs, strict=True):
                 self._table(source, op.variable, self._of_param(value, made, need))
             return
-        alone = len(needs) < 2 or (
-            value.kind and len(value.states) == 1
-        )  # each reader takes its part of a small buffer
+        # Of what is replicated and has no gradient each reader takes its part.
+        alone = len(needs) < 2 or (len(made) == 1 and not value.learnt)
         if alone and not boundary:
             for (op, _), need in zip(value.readers, needs, strict=True):
                 table = self._between(value, made, need, op.times) + self._kept(value, need)[None]

@@ -89,8 +89,8 @@ class Ways:
                 known = made.get((way.inputs, way.outputs))
                 if known is None or way.work < known.work:
                     made[way.inputs, way.outputs] = way
-        # Of too many, those that divide most work, and those that replicate.
-        return sorted(made.values(), key=lambda w: w.work)[:_MOST] if len(made) > _MOST else list(made.values())
+        first, *others = made.values()  # the first one replicates everything; of too many those that divide most stay
+        return [first, *(sorted(others, key=lambda w: w.work)[: _MOST - 1] if len(made) > _MOST else others)]
 
     def _composed(self, rule: Rule, picks: Sequence[Strategy]) -> float:
         """Seconds of the sums with which compositions compute along a factor: three of a number for each row."""
