@@ -59,6 +59,16 @@ def laid(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
+def to_device(x: torch.Tensor, device: str) -> torch.Tensor:
+    """A copy on the device, from the CPU."""
+    return x.to(device, non_blocking=True, copy=True)
+
+
+def to_host(x: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU."""
+    return x.to("cpu", copy=True)
+
+
 def dense(x: torch.Tensor) -> torch.Tensor:
     """``x`` with row-major strides, in dims of one element too."""
     expected = torch.empty(x.shape, device="meta").stride()

@@ -19,6 +19,7 @@ from ...compat import pytree
 from ...errors import ProgramError
 from ...layout import Layout, Spec
 from ...mesh import Mesh
+from ...resharding.copies import TO_DEVICE, TO_HOST
 from ...resharding.executor import apply
 from ...resharding.planner import plan as plan_conversion
 from ..ir.nodes import checked_value, value_of
@@ -34,6 +35,7 @@ from .statements import Writer, few_in_order
 
 Tensor = torch.Tensor
 _RESERVED = {"w", "i", "batch", "step", "load", "start", "main", "torch", "aten", "dist", "math", "os", "sys", "MESH"}
+_NOT_TRIED = {*collective.COLLECTIVES, TO_DEVICE, TO_HOST}
 _LITERAL = re.compile(r"(?<![\w.])(?:-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|True|False)(?![\w.])")
 
 
@@ -397,7 +399,7 @@ def _odd(program: Program) -> set[str]:
     """Nodes whose kernels give other strides than the program says: each is run once, alone, on zeros."""
     odd = set()
     for node in program.graph.nodes:
-        if node.op != "call_function" or node.target in collective.COLLECTIVES or not makes(node):
+        if node.op != "call_function" or node.target in _NOT_TRIED or not makes(node):
             continue
         value, made = value_of(node), _alone_on_zeros(node, program.mesh.device)
         if value is not None and isinstance(made, Tensor) and made.stride() != value.strides:
