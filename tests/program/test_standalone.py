@@ -85,6 +85,17 @@ def planned(
     return {"layouts": plan.layouts, "batch": plan.batch, "inputs": plan.inputs, "outputs": plan.outputs, **more}
 
 
+class Sums(nn.Module):
+    """Sums along a sharded dim, whose rows cross from rank to rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).cumsum(-1).roll(1, -1))
+
+
 DP = {"dp": mw.Shard(0)}
 DP_TP, DP_EP, EP, PP = {"dp": 2, "tp": 2}, {"dp": 2, "ep": 2}, {"ep": 2}, {"pp": 2}
 PIPELINE = "pipeline:micro_batches=4,schedule=1f1b"
@@ -96,6 +107,7 @@ CASES: dict[str, tuple[dict[str, int], Any, Any, Any, Any, dict[str, Any]]] = {
     "uneven": ({"dp": 2}, mlp, squares, lambda: pairs(5), adamw, {"batch": DP}),
     "one row": ({"dp": 2}, mlp, squares, lambda: pairs(1), sgd, {"batch": DP}),
     "tp": ({"tp": 2}, mlp, squares, lambda: pairs(3), adamw, {"layouts": TP}),
+    "rows that cross": ({"tp": 2}, Sums, squares, lambda: pairs(3), sgd, {"layouts": {"up.*": {"tp": mw.Shard(0)}}}),
     "zero 3": ({"dp": 2}, mlp, squares, lambda: pairs(4), adamw, {"batch": DP, "fsdp": "dp", "clip_grad_norm": 0.1}),
     "pipeline": (PP, gpt, next_token, tokens, adamw, {"stages": {"pp": "blocks"}, "passes": [PIPELINE]}),
     "experts": (EP, lambda: gpt(experts=4), next_token, tokens, adamw, planned(EP, experts=True)),

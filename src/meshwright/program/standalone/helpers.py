@@ -186,6 +186,12 @@ def exchange(
     return dense(torch.cat(parts, join_dim))
 
 
+def exchange_rows(x: torch.Tensor, dim: int, table: Sequence[int], group: Any) -> torch.Tensor:
+    """Send rows along ``dim``: ``table[i * n + j]`` of them go from rank i of the group to rank j."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    return exchange(x, dim, table[rank * n : (rank + 1) * n], dim, table[rank::n], group)
+
+
 def permute_ranks(x: torch.Tensor, targets: Sequence[int], group: Any) -> torch.Tensor:
     """Send ``x`` to the rank at ``targets[own position]``; what is received."""
     rank, n = dist.get_rank(group), len(targets)

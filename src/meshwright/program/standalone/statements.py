@@ -60,6 +60,7 @@ _OPTIONS = {  # of a collective, the helper's arguments among the options
     "broadcast": ("src_index",),
     "all_to_all": ("split_dim", "split_sizes", "concat_dim", "concat_sizes"),
     "permute": ("targets",),
+    "exchange_rows": ("dim", "table"),
     "gather_rows": ("wanted", "sizes"),
     "scatter_rows": ("wanted", "sizes"),
 }
@@ -198,7 +199,7 @@ class Writer:
         if kind.name not in _OPTIONS:
             raise ProgramError(
                 f"step.to_python: {self._where(node)} needs the collective {kind.name}, which has no counterpart in "
-                "torch.distributed. Leave out the option that needs it (Precision(grad_comm=, gather=), uneven halos)"
+                "torch.distributed. Leave out the option that needs it (Precision(grad_comm=, gather=))"
             )
         x, *options, axes, _ = node.args
         named = kind.named(options)
