@@ -183,8 +183,10 @@ class Writer:
     def _own(self, node: fx.Node, target: Any) -> str:
         """A kernel of this package: its source goes into the file."""
         name = target._schema.name.partition("::")[2]
-        kernel = KERNELS.get(name)
-        kernel = {"laid": helpers.laid, "to_device": helpers.to_device, "to_host": helpers.to_host}.get(name, kernel)
+        own: dict[str, Callable[..., Any]] = {
+            "laid": helpers.laid, "to_device": helpers.to_device, "to_host": helpers.to_host,
+        }  # fmt: skip
+        kernel = own.get(name) or KERNELS.get(name)
         if kernel is None or not hasattr(kernel, "__name__") or kernel.__name__ == "<lambda>":
             raise ProgramError(
                 f"step.to_python: {self._where(node)} uses meshwright.{name}, which has no source to copy"
