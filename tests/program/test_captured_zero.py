@@ -319,21 +319,22 @@ def test_weights_without_elements_on_a_rank_are_gathered_again_as_on_the_others(
     """A convolution refuses empty tensors and is padded there: its backward reads the padded weight."""
 
     def net() -> nn.Module:
-        return made_of(lambda: nn.Sequential(nn.Conv1d(2, 2, 1), nn.Tanh(), nn.Conv1d(2, 1, 3)).double())
+        return made_of(lambda: nn.Sequential(nn.Conv1d(2, 4, 1), nn.Tanh(), nn.Conv1d(4, 4, 3)).double())
 
     def run() -> dict[str, Tensor]:
         model = net()
         layouts = {"*.weight": {"tp": mw.Shard(0)}, "*.bias": {"tp": mw.Shard(0)}}
         step = mw.compile_step(
-            model, lambda m, b: m(b).square().mean(), None, x, mesh=BOTH, layouts=layouts, fsdp="dp", gradients=True,
+            model, lambda m, b: m(b).square().mean(), None, x, mesh=mesh, layouts=layouts, fsdp="dp", gradients=True,
             batch={"dp": mw.Shard(0)},
         )  # fmt: skip
         step(x)
         return {n: mw.unshard(p.grad) for n, p in model.named_parameters()}
 
+    mesh = mw.Mesh({"dp": 2, "tp": 3})
     x = torch.randn(3, 2, 4, dtype=torch.double, generator=torch.Generator().manual_seed(0))
     one = net()
     one(x).square().mean().backward()
-    for got in mw.simulate(run, BOTH):
+    for got in mw.simulate(run, mesh):
         for name, p in one.named_parameters():
             torch.testing.assert_close(got[name], p.grad)
