@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import meshwright as mw
+from tests.support import stages
 from tests.support.processes import run_processes
 from tests.support.stages import (
     DP,
@@ -137,6 +138,15 @@ def test_checkpointed_layers_run_again_at_their_stage() -> None:
     for found, params in mw.simulate(
         lambda: steps(mw.Mesh(axes), [data(0, 3)], "micro_batches=2", **how), mw.Mesh(axes)
     ):
+        assert found == pytest.approx(losses, abs=1e-13)
+        assert max((params[n] - wanted[n]).abs().max().item() for n in wanted) < 1e-14
+
+
+def test_what_a_checkpoint_runs_again_runs_at_the_stage_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "Net", stages.Regions)
+    losses, wanted = one_device([data(0, 3)])
+    mesh = mw.Mesh({"pp": 2})
+    for found, params in mw.simulate(lambda: steps(mesh, [data(0, 3)], "micro_batches=2,schedule=zero-bubble"), mesh):
         assert found == pytest.approx(losses, abs=1e-13)
         assert max((params[n] - wanted[n]).abs().max().item() for n in wanted) < 1e-14
 

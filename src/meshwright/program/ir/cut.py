@@ -21,7 +21,7 @@ from ...layout import At
 from .inplace import follow, storages, written
 from .nodes import VIEWS, NodeInfo, annotate, checked_value, draws, info_of, is_mutating, target_name, value_of
 from .program import Input, Message, Output, Program
-from .subgraphs import of_forward
+from .subgraphs import RECOMPUTATION, of_forward
 
 aten = torch.ops.aten
 
@@ -122,6 +122,8 @@ class _Cut:
             sends = node.target in COLLECTIVES and bool(info_of(node).gather) and not gathers
             if sends or node in views or node.target is aten.expand.default or self._seen_against(node):
                 self._made_where_used(node)
+            elif self._runs_again_later(node):
+                self._made_where_used(node, later=True)
         self.stored = self._stored(gathers)
         self.nodes = [n for n in program.graph.nodes if n.op == "call_function" and n not in self.stored]
         self.order = {n: i for i, n in enumerate(self.nodes)}
@@ -243,10 +245,16 @@ class _Cut:
                 found.add(node)
         return found
 
-    def _made_where_used(self, node: fx.Node) -> None:
+    def _made_where_used(self, node: fx.Node, later: bool = False) -> None:
         """Each stage that uses a parameter gathers it over other axes, and looks at it: what is stored crosses, and no
-        whole.  So does a number that is repeated."""
-        others = {s for u in node.users if (s := self.at.get(u)) is not None} - {self.at[node]}
+        whole.  So does a number that is repeated.
+
+        Args:
+            later: only stages behind the one that has the node.
+        """
+        at = self.at[node]
+        others = {s for u in node.users if (s := self.at.get(u)) is not None} - {at}
+        others = {s for s in others if at is None or s > at or not later}
         for stage in sorted(others) if self.at[node] is not None else ():
             with self.program.graph.inserting_after(node):
                 made = self.program.graph.node_copy(node)
@@ -255,6 +263,10 @@ class _Cut:
             for user in list(node.users):
                 if user is not made and self.at[user] == stage:
                     user.replace_input_with(node, made)
+
+    def _runs_again_later(self, node: fx.Node) -> bool:
+        """Whether a node runs again for backwards of later stages: they run first, and have its inputs."""
+        return info_of(node).role == RECOMPUTATION and not (draws(node) or is_mutating(node))
 
     def _seen_against(self, node: fx.Node) -> bool:
         """Whether a node looks at a value in the way of a stage that runs later: others, which run before, look too."""
