@@ -49,6 +49,7 @@ if TYPE_CHECKING or not _COMMAND:
 if TYPE_CHECKING:
     from . import passes
     from .checkpoint import Checkpoints, load_weights, save_weights
+    from .documents import Packed
     from .explanation import Explanation, explain, explicit
     from .machines import hardware
     from .planner import plan
@@ -70,6 +71,7 @@ _LATER = {
     "explicit": "explanation",
     "hardware": "machines",
     "LossScale": "program",
+    "Packed": "documents",
     "load_program": "program",
     "save_program": "program",
     "check_conversion": "testing",
@@ -121,6 +123,7 @@ __all__ = [
     "LayoutTable",
     "LossScale",
     "Mesh",
+    "Packed",
     "Partial",
     "Precision",
     "RankFailedError",

@@ -10,8 +10,7 @@ import pytest
 import meshwright as mw
 from meshwright import collective
 from meshwright.train.config import VOCABULARY, TrainConfig
-from meshwright.train.data import load_corpus
-from meshwright.train.loop import Trainer
+from meshwright.train.loop import Trainer, subject_of
 
 LAYERS, HIDDEN, HEADS, SEQ, BATCH, ITEM = 2, 16, 4, 8, 8, 8  # ITEM: bytes of a float64
 
@@ -22,11 +21,11 @@ def step_of(mesh: dict[str, int], **options):
         mesh=tuple(mesh.items()), layers=LAYERS, hidden=HIDDEN, heads=HEADS, seq=SEQ, batch=BATCH, dtype="float64",
         **options,
     )  # fmt: skip
-    corpus = load_corpus((), SEQ)
+    subject = subject_of(config)
     made = mw.Mesh(mesh)
 
     def run():
-        trainer = Trainer(config, made, corpus)
+        trainer = Trainer(config, made, subject)
         for step in range(2):
             trainer.backward(step)
             trainer.update()

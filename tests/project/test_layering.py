@@ -17,6 +17,7 @@ LAYERS = (
         "torch_changes",
         "compat",
         "untrusted_files",
+        "documents",
         "ranks",
         "ranks.launchers",
         "operators",

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from meshwright.errors import DataError
+from meshwright.train import OptionError, TrainConfig
 from meshwright.train.data import Corpus, Windows, load_corpus
+from meshwright.train.subject import BuiltInModel
 from meshwright.train.text import LIMIT, standard_library
 
 
@@ -78,32 +80,31 @@ def test_unreadable_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_windows() -> None:
-    corpus = Corpus(torch.arange(100, dtype=torch.uint8), "numbers")
-    batches = list(itertools.islice(Windows(corpus, 3, 5, seed=1), 40))
-    for x, y in batches:
-        assert x.shape == y.shape == (3, 5)
+    windows = Windows(Corpus(torch.arange(100, dtype=torch.uint8), "numbers"), 5)
+    assert len(windows) == 95
+    for row in (0, 50, 94):
+        x, y = windows[row]
+        assert x.shape == y.shape == (5,)
         assert x.dtype == torch.int64
+        assert torch.equal(x, torch.arange(row, row + 5))
         assert torch.equal(y, x + 1)
-    starts = {int(s) for x, _ in batches for s in x[:, 0]}
-    assert min(starts) >= 0
-    assert max(starts) <= 94
-    assert len(starts) > 50
 
 
-def test_windows_depend_on_the_seed_alone() -> None:
+def test_batches_depend_on_the_seed_alone() -> None:
+    def batches(seed: int) -> list[torch.Tensor]:
+        config = TrainConfig(batch=2, seq=16, seed=seed)
+        return [x for x, _ in itertools.islice(BuiltInModel(config, corpus).batches(), 3)]
+
     corpus = load_corpus((), 16)
     torch.manual_seed(1)
-    first = list(itertools.islice(Windows(corpus, 2, 16, seed=7), 3))
+    first = batches(7)
     torch.manual_seed(2)
     torch.rand(5)
-    again = list(itertools.islice(Windows(corpus, 2, 16, seed=7), 3))
-    other = list(itertools.islice(Windows(corpus, 2, 16, seed=8), 3))
-    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(first, again, strict=True))
-    assert not all(torch.equal(a, b) for (a, _), (b, _) in zip(first, other, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, batches(7), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first, batches(8), strict=True))
 
 
-def test_the_last_window_can_be_drawn() -> None:
+def test_too_few_windows_for_a_batch() -> None:
     corpus = Corpus(torch.arange(9, dtype=torch.uint8), "nine")
-    x, y = next(iter(Windows(corpus, 4, 8, seed=0)))
-    assert torch.equal(x, torch.arange(8).expand(4, 8))
-    assert torch.equal(y, torch.arange(1, 9).expand(4, 8))
+    with pytest.raises(OptionError, match="nine has 1 windows"):
+        BuiltInModel(TrainConfig(batch=4, seq=8), corpus)

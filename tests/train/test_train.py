@@ -18,7 +18,7 @@ import meshwright as mw
 from meshwright.cli import app
 from meshwright.errors import DataError, DesyncError, MeshError
 from meshwright.ranks import runtime
-from meshwright.train import OptionError, TrainConfig, launch, loop, show
+from meshwright.train import OptionError, TrainConfig, launch, loop, show, subject
 from meshwright.train.config import TOLERANCES
 from meshwright.train.loop import Summary, train
 from meshwright.train.model import GPT, loss_of
@@ -371,14 +371,14 @@ def test_options_that_do_not_fit() -> None:
 
 
 def test_text_that_one_rank_cannot_read(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = loop.load_corpus
+    right = subject.load_corpus
 
     def flaky(files: Any, seq: int) -> Any:
         if runtime.RT.rank == 1:
             raise DataError("--data text.txt: there is no such file")
         return right(files, seq)
 
-    monkeypatch.setattr(loop, "load_corpus", flaky)
+    monkeypatch.setattr(subject, "load_corpus", flaky)
     config = config_for("dp=3", text)
     mesh, seen = config.make_mesh(), []
 
@@ -556,12 +556,12 @@ def test_failed_verification_has_exit_code_1(text: str, monkeypatch: pytest.Monk
 def test_windows_of_the_reference_are_those_of_the_mesh(text: str) -> None:
     config = config_for("dp=2", text)
     mesh = config.make_mesh()
-    corpus = loop.load_corpus(config.data, config.seq)
+    trained = loop.subject_of(config)
 
     def rank() -> list[torch.Tensor]:
-        trainer = loop.Trainer(config, mesh, corpus)
+        trainer = loop.Trainer(config, mesh, trained)
         return [mw.unshard(t) for pair in itertools.islice(trainer.batches, 2) for t in pair]
 
-    expected = [t for pair in itertools.islice(Reference(config, corpus).batches, 2) for t in pair]
+    expected = [t for pair in itertools.islice(Reference(config, trained).batches, 2) for t in pair]
     for got in mw.simulate(rank, mesh):
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

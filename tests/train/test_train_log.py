@@ -60,7 +60,7 @@ def test_a_line_for_the_run_and_one_for_each_step(config: dict[str, Any]) -> Non
     assert first["predicted_bytes"] is None  # of a program alone
     assert [line["step"] for line in steps] == [1, 2, 3]
     for line, values in zip(steps, [values for kind, values in told if kind == "step"], strict=True):
-        assert line.keys() == {"step", *KEPT} - {"flops_share"}
+        assert line.keys() == {"step", *KEPT} - {"flops_share", "eval_loss"}
         assert line["loss"] == values["loss"]
         assert line["lr"] == given.learning_rate
         assert line["tokens_per_s"] == pytest.approx(4 * 8 / line["seconds"])

@@ -17,7 +17,7 @@ from ..layout import Layout, Spec
 from ..local_tensor import bare
 from ..mesh import Mesh
 from ..ranks import runtime
-from ..shard.data.loader import ShardedLoader
+from ..shard.data.batches import BatchesOnMesh
 from ..shard.optimizers.kinds import builtin
 from ..shard.optimizers.optimizer import binding_of
 from ..tensor import DistTensor, wrap
@@ -153,7 +153,7 @@ def _check_class(made: Restore, word: str, one: object, saved: Mapping[str, Any]
 
 
 def _object(made: Restore, one: Any, state: Any) -> None:
-    if isinstance(one, ShardedLoader):
+    if isinstance(one, BatchesOnMesh):
         one.check_state(state)
     made.steps.append(lambda: one.load_state_dict(state))
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from meshwright.train.options import options_in
+from meshwright.errors import near
+from meshwright.train.options import OptionError, options_in
 
 F = TypeVar("F", bound=Callable[..., Any])
 BAD_INPUT = 2
@@ -59,6 +63,52 @@ def options_of(config: type[Any]) -> Callable[[F], F]:
         return command
 
     return decorate
+
+
+def from_files(
+    context: typer.Context, config: type[Any], files: Sequence[Path], given: dict[str, Any]
+) -> dict[str, Any]:
+    """What the command line has of a config, and from TOML files what it has not; the later file wins.
+
+    Raises:
+        OptionError: If a file cannot be read, or names an option that there is not.
+    """
+    names = {made.flag.removeprefix("--"): name for name, made in options_in(config).items()}
+    merged = dict(given)
+    for path in files:
+        for key, value in _table(path).items():
+            name = names.get(key.replace("_", "-"))
+            if name is None:
+                raise OptionError(f"--config {path}: there is no option {key!r}{near(key, [*names])}")
+            if said(context, name):
+                continue
+            merged[name] = _as_given(f"--config {path}: {key}", value, get_type_hints(config)[name], config, name)
+    return merged
+
+
+def _table(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise OptionError(f"--config {path} cannot be read ({error.strerror or error})") from None
+    except ValueError as error:
+        raise OptionError(f"--config {path} is no TOML ({error})") from None
+
+
+def _as_given(where: str, value: Any, kind: Any, config: type[Any], name: str) -> Any:
+    """A value of a file as the command line would give it."""
+    if options_in(config)[name].read is not None:
+        if isinstance(value, dict):
+            value = ",".join(f"{key}={n}" for key, n in value.items())
+        wanted: tuple[type, ...] = (str,)
+    elif get_origin(kind) is tuple:
+        value, wanted = [value] if isinstance(value, str) else value, (list,)
+    else:
+        wanted = tuple(k for k in (get_args(kind) or (kind,)) if k is not NoneType)
+        value = float(value) if float in wanted and type(value) is int else value
+    if type(value) not in wanted:
+        raise OptionError(f"{where} = {value!r}: {' or '.join(k.__name__ for k in wanted)} was expected")
+    return value
 
 
 def values_of(config: type[Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +16,7 @@ from meshwright.train.config import StepConfig
 from meshwright.train.model import GPT, Llama, loss_of
 from meshwright.train.options import OptionError
 from meshwright.train.plan import plan_for
+from meshwright.train.users import users_function
 
 
 @dataclass(frozen=True)
@@ -75,16 +73,7 @@ def users(path: str, mesh: Mesh, device: str = "meta") -> Subject:
     Raises:
         OptionError: no such function, or it returns something else.
     """
-    module, _, name = path.partition(":")
-    if not module or not name:
-        raise OptionError(f"{path}: module:function was expected, as in mypackage.train:step")
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise OptionError(f"{path}: {error}") from error
+    function = users_function(path)
     with torch.device(device):
         made = function(mesh)
     if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance(made[0], nn.Module):

@@ -21,7 +21,7 @@ from meshwright.train.plot import can_draw, check_path, draw
 from meshwright.train.text import load_text
 
 from .lazy import INTERRUPTED
-from .options import BAD_INPUT, complain, options_of, said, terminal, values_of
+from .options import BAD_INPUT, complain, from_files, options_of, said, terminal, values_of
 
 if TYPE_CHECKING:
     from meshwright.train.show import Show
@@ -37,15 +37,26 @@ Json = Annotated[
 Plot = Annotated[Path, typer.Option("--plot", rich_help_panel=OUTPUT, help="Where the plot of the loss goes.")]
 NoPlot = Annotated[bool, typer.Option("--no-plot", rich_help_panel=OUTPUT, help="Draw no plot.")]
 
+Configs = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--config", rich_help_panel=OUTPUT, metavar="FILE",
+        help="Options from a TOML file, by their names; may be repeated: the later file wins, the command line last.",
+    ),
+]  # fmt: skip
+
 app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
 
 @app.command(context_settings={"allow_extra_args": True})  # the second and later files of --data FILE...
 @options_of(TrainConfig)
 def train(
-    context: typer.Context, *, as_json: Json = False, plot: Plot = PLOT, no_plot: NoPlot = False, **given: Any
-) -> None:
+    context: typer.Context, *, config_files: Configs = None, as_json: Json = False, plot: Plot = PLOT,
+    no_plot: NoPlot = False, **given: Any
+) -> None:  # fmt: skip
     """Train a byte-level GPT on real text, across a mesh of processes.
+
+    With --model DIR: a causal language model of Transformers, on text or JSONL that is packed into rows.
 
     Starts one process per place in the mesh on this machine, or joins those that torchrun, mpirun or srun started.
 
@@ -54,7 +65,7 @@ def train(
     joined: Launch | None = context.obj
     first = joined is None or joined.rank == 0
     try:
-        config = _checked(context, given, joined)
+        config = _checked(context, from_files(context, TrainConfig, config_files or [], given), joined)
         # A picture that nobody asked for is left out where nothing can draw it.
         no_plot = no_plot or not (can_draw() or said(context, "plot"))
         if first and not no_plot:
@@ -102,7 +113,13 @@ def _checked(context: typer.Context, given: dict[str, Any], joined: Launch | Non
         from meshwright.train.launch import check_devices
 
         check_devices(config, config.make_mesh().size)
-    load_text(config.data, config.seq)
+    if config.model is None:
+        load_text(config.data, config.seq)
+    else:
+        from meshwright.documents.reading import check_file
+
+        for name in config.data:
+            check_file(name)
     return config
 
 
@@ -156,7 +173,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _draw(config: TrainConfig, show: Show, path: Path) -> None:
     sizes = ", ".join(f"{axis}={n}" for axis, n in config.mesh)
-    model = f"{config.layers} × {config.hidden}, {config.dtype}, {config.optimizer}"
+    model = f"{config.model or f'{config.layers} × {config.hidden}'}, {config.dtype}, {config.optimizer}"
     tolerance = show.verdict.loss_tolerance if show.verdict else None
-    draw(path, f"byte-level GPT on {sizes}  ({model})", show.steps, tolerance)
+    draw(path, f"{'training' if config.model else 'byte-level GPT'} on {sizes}  ({model})", show.steps, tolerance)
     show.console.print(Text(f"\nplot of the loss: {path}"), soft_wrap=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .data.loader import shard_dataloader
+from .data.dataloader import shard_dataloader
 from .gradients.sync import no_sync
 from .modules.module import shard_module
 from .optimizers import foreach as foreach

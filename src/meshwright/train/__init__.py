@@ -5,8 +5,11 @@ Read it in this order:
     options   fields of a dataclass that are options
     config    the options as one frozen value, checked before anything starts
     text      bytes of files
-    data      the same random windows of them on every rank
+    data      the windows of them as rows
     model     the GPT: plain PyTorch, nothing about distribution in it
+    subject   what is trained, with data, loss and layouts: that GPT
+    library   the same of a model of Transformers;  users: of what a function returns
+    evaluate  the mean loss over held-out data
     plan      the Megatron layout of that model, as globs to placements
     loop      one training step on a mesh, and the loop around it
     verify    the same training on one device, and the comparison

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.errors import MeshError, PassError, near
 from meshwright.mesh import Mesh, parse_mesh
 
-from .options import COUNT, NATURAL, POSITIVE, PROBABILITY, OptionError, check_bounds, one_of, option
+from .options import COUNT, NATURAL, POSITIVE, PROBABILITY, OptionError, check_bounds, one_of, option, options_in
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,12 @@ AXES = {  # of the plan of the built-in models
     "ep": "splits experts and the batch",
     STAGES: "spreads the blocks",
 }
+FITS = ("best", "cut")
+OF_LIBRARY = ("data", "layouts", "tokenizer", "tokens", "lora")  # options that are for a model of Transformers
+OF_BUILT_IN = (  # options that say what the built-in model is
+    "layers", "hidden", "heads", "experts", "experts_per_token", "expert_width", "shared_experts", "tie", "dropout",
+    "packed", "sequence_parallel", "plan",
+)  # fmt: skip
 OF_BATCH = ("dp", "ep")  # those of them that split its sequences
 # dtype to (loss, gradients): the largest relative differences that rounding explains.  float64 proves the
 # mathematics.  bfloat16 has 8 bits, so sums in another order differ in the second digit: there the bound only
@@ -352,6 +359,45 @@ class TrainConfig(StepConfig):
         (), "--data", TRAINING, "Text to train on, read as bytes; several files may follow.",
         unset="Python's standard library", metavar="FILE...",
     )  # fmt: skip
+    model: str | None = option(
+        None, "--model", MODEL,
+        "Train a causal language model of Transformers: a directory with config.json, and weights if it has any. Or "
+        "what a function returns: (model, loss_fn, dataset).",
+        unset="the byte-level GPT", metavar="DIR|MODULE:FUNCTION",
+    )  # fmt: skip
+    layouts: str | None = option(
+        None, "--layouts", MODEL, "With --model: auto, or a file that mw.layouts(...).save(...) wrote.",
+        unset="auto on a mesh with tp", metavar="auto|FILE",
+    )  # fmt: skip
+    tokenizer: str | None = option(
+        None, "--tokenizer", TRAINING, "With --model: directory of a tokenizer of Transformers.",
+        unset="bytes are tokens", metavar="DIR",
+    )  # fmt: skip
+    fit: str = option(
+        "best", "--fit", TRAINING,
+        f"With --model: how documents are packed into rows of --seq tokens, one of {', '.join(FITS)}.", one_of(FITS),
+    )  # fmt: skip
+    tokens: str | None = option(
+        None, "--tokens", TRAINING, "With --model: folder for the tokens of --data.",
+        unset="~/.cache/meshwright/tokens", metavar="DIR",
+    )  # fmt: skip
+    lora: int | None = option(
+        None, "--lora", MODEL, "With --model: freeze it and train adapters of this rank (PEFT); --export writes them.",
+        COUNT, unset="train all weights", metavar="RANK",
+    )  # fmt: skip
+    evaluate: tuple[str, ...] = option(
+        (), "--evaluate", TRAINING, "Held-out text: its mean loss is computed at the end; may be repeated.",
+        unset="none", metavar="FILE",
+    )  # fmt: skip
+    evaluate_every: int | None = option(
+        None, "--evaluate-every", TRAINING, "Steps from one evaluation to the next.", COUNT, unset="at the end only",
+        metavar="N",
+    )  # fmt: skip
+    workers: int = option(0, "--workers", TRAINING, "Processes that read data, for each rank.", NATURAL)
+    export: str | None = option(
+        None, "--export", CHECKPOINTS, "Write the trained weights to this directory, for from_pretrained.",
+        metavar="DIR",
+    )  # fmt: skip
     steps: int = option(50, "--steps", TRAINING, "Steps of the optimizer.", COUNT)
     accumulate: int = option(
         1, "--accumulate", TRAINING, "Micro-steps per step; gradients are exchanged once per step.", COUNT
@@ -408,6 +454,9 @@ class TrainConfig(StepConfig):
         self._check_plan()
         if self.plan is None:
             check_axes(self.make_mesh())
+        self._check_model()
+        if self.evaluate_every and not self.evaluate and not self.of_function:
+            raise OptionError(f"--evaluate-every {self.evaluate_every} needs held-out text: add --evaluate FILE")
         if self.stages or self.plan:
             object.__setattr__(self, "static", True)  # only a captured step has stages
         if self.micro_batches and self.dropout and self.verify:
@@ -452,6 +501,36 @@ class TrainConfig(StepConfig):
         ):  # fmt: skip
             if given:
                 raise OptionError(f"{flag} {given}: --plan decides that: leave one of the two out")
+
+    def _check_experts(self) -> None:
+        if self.model is None:
+            super()._check_experts()
+
+    @property
+    def of_function(self) -> bool:
+        """Whether --model is a function, and no directory."""
+        return self.model is not None and ":" in self.model and not os.path.exists(self.model)
+
+    def _check_model(self) -> None:
+        """Options that are only for the built-in model, or only for --model."""
+        if self.model is None:
+            for name in OF_LIBRARY[1:]:
+                if getattr(self, name) is not None:
+                    raise OptionError(f"--{name} {getattr(self, name)} is for --model DIR: add it, or leave it out")
+            return
+        for name, made in options_in(type(self)).items():
+            if name in OF_BUILT_IN and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise OptionError(
+                    f"{made.flag} {getattr(self, name)} is of the built-in model: leave it out with --model"
+                )
+        if STAGES in self.make_mesh().axes:
+            raise OptionError(f"--mesh with {STAGES}: --model has no pipelines here: use mw.compile_step(stages=)")
+        if self.of_function:
+            for name in (*OF_LIBRARY, "evaluate"):
+                if getattr(self, name):
+                    raise OptionError(f"--{name} is for a model of Transformers, and {self.model} is a function")
+        elif not self.data:
+            raise OptionError(f"--model {self.model}: name the text to train on: --data FILE...")
 
     def pass_manager(self) -> PassManager:
         """The passes of the captured step; micro-steps are one of them."""

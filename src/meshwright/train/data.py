@@ -1,14 +1,14 @@
-"""Text as bytes, and random windows of it that are the same on every rank."""
+"""Text as bytes, and the windows of it as rows of a dataset."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset
 
 from .text import load_text
 
@@ -39,19 +39,15 @@ def load_corpus(files: Sequence[str], seq: int) -> Corpus:
     return Corpus(torch.frombuffer(bytearray(text), dtype=torch.uint8), source)
 
 
-class Windows(IterableDataset[tuple[Tensor, Tensor]]):
-    """Endless global batches of random windows: (bytes, the bytes that follow), each int64 ``[batch, seq]``.
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Row i is the window at byte i: (bytes, the bytes that follow), each int64 ``[seq]``."""
 
-    The generator is its own: the batches depend on the arguments alone, not on the rank or on other draws.
-    """
+    def __init__(self, corpus: Corpus, seq: int) -> None:
+        self.corpus, self.seq = corpus, seq
 
-    def __init__(self, corpus: Corpus, batch: int, seq: int, seed: int) -> None:
-        self.corpus, self.batch, self.seq, self.seed = corpus, batch, seq, seed
+    def __len__(self) -> int:
+        return len(self.corpus) - self.seq
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        generator = torch.Generator().manual_seed(self.seed)
-        within = torch.arange(self.seq + 1)
-        while True:
-            starts = torch.randint(len(self.corpus) - self.seq, (self.batch, 1), generator=generator)
-            window = self.corpus.bytes[starts + within].long()
-            yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        window = self.corpus.bytes[row : row + self.seq + 1].long()
+        return window[:-1], window[1:]

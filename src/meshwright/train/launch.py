@@ -101,7 +101,7 @@ def _start(config: TrainConfig, store: str, started: list[tuple[Any, Any]]) -> N
     for rank in range(config.make_mesh().size):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=_rank_main, args=(theirs, rank, config, store), name=f"rank {rank}", daemon=True
+            target=_rank_main, args=(theirs, rank, config, store), name=f"rank {rank}", daemon=not config.workers
         )
         process.start()
         theirs.close()

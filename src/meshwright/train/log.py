@@ -18,7 +18,7 @@ from meshwright.errors import ExtraError
 from .config import TrainConfig
 from .options import writing
 
-KEPT = ("loss", "lr", "seconds", "tokens_per_s", "peak_bytes", "flops_share", "grad_norm")
+KEPT = ("loss", "lr", "seconds", "tokens_per_s", "peak_bytes", "flops_share", "grad_norm", "eval_loss")
 Sink = Callable[[str, dict[str, Any]], None]
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 import meshwright as mw
 from meshwright import collective
@@ -20,14 +19,16 @@ from meshwright.errors import DataError
 from meshwright.explanation import memory_of
 from meshwright.program import Plan
 from meshwright.ranks import runtime
-from meshwright.shard.data.loader import shard_dataloader
+from meshwright.shard.data.dataloader import shard_dataloader
 
 from .config import TrainConfig
-from .data import Corpus, Windows, load_corpus
-from .model import GPT, loss_of
+from .evaluate import Evaluation
+from .library import LibraryModel
 from .options import OptionError
-from .plan import plan_for, planned
+from .plan import planned
+from .subject import BuiltInModel, TrainingSubject
 from .usage import Usage
+from .users import UsersModel
 from .verify import Verdict, Verifier
 
 # Told what happens, on the first rank only: ("start" | "step" | "end", values that pickle).
@@ -84,7 +85,7 @@ class Trainer:
     Args:
         config: the options.
         mesh: the connected mesh.
-        corpus: the text, the same on every rank.
+        subject: what is trained, on which data; the same on every rank.
 
     Attributes:
         model: gradients of the last step are in ``parameter.grad`` between :meth:`backward` and :meth:`update`.
@@ -93,23 +94,25 @@ class Trainer:
 
     norm: Tensor | None = None
 
-    def __init__(self, config: TrainConfig, mesh: mw.Mesh, corpus: Corpus) -> None:
-        self.config, self.mesh = config, mesh
+    def __init__(self, config: TrainConfig, mesh: mw.Mesh, subject: TrainingSubject) -> None:
+        self.config, self.mesh, self.subject = config, mesh, subject
+        own = subject.plan(mesh) if config.plan is None else None  # before the seed: it may build the model too
         torch.manual_seed(config.seed)
         # Described on the meta device, then made shard by shard with the values that one device would get.
-        self.model: nn.Module = GPT(config, "meta")
-        self.table = None if config.plan is None else planned(config, mesh, self.model)
-        self.plan = Plan(self.table) if self.table is not None else plan_for(
-            mesh, sequence_parallel=config.sequence_parallel, tie=config.tie, experts=config.experts is not None,
-            shared=bool(config.shared_experts),
-        )  # fmt: skip
+        self.model: nn.Module = subject.model("meta")
+        self.table = None if own is not None else planned(config, mesh, self.model)
+        self.plan = Plan(self.table) if own is None else own
         self.lay()
-        windows = Windows(corpus, config.batch, config.seq, config.seed)
-        # The windows are batches already.  A generator of its own: DataLoader draws a seed for workers, and
-        # the default one is for dropout, as on one device.
-        loader: Any = DataLoader(windows, batch_size=None, generator=torch.Generator())
-        self.loader = shard_dataloader(loader, mesh, self.plan.batch)
-        self.batches = iter(self.loader)  # begins with the first batch, behind those before a checkpoint
+        subject.fill(self.model)
+        self.loader = shard_dataloader(
+            subject.rows, mesh, self.plan.batch, batch_size=config.batch, shuffle=True, seed=config.seed,
+            drop_last=True, num_workers=config.workers,
+        )  # fmt: skip
+        self.batches = self._batches()  # begins with the first batch, or behind those before a checkpoint
+
+    def _batches(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader
 
     def lay(self) -> None:
         """Lay the model and the optimizer's states on the mesh."""
@@ -123,6 +126,7 @@ class Trainer:
             inputs=plan.inputs,
             outputs=plan.outputs,
             precision=config.policy,
+            init="load" if self.subject.loads else None,
         )
         self.optimizer = mw.shard_optimizer(config.make_optimizer(self.model), shard_states=config.shard_states)
 
@@ -132,15 +136,23 @@ class Trainer:
         torch.manual_seed(step_seed(config, step))
         losses: list[Tensor] = []
         for micro in range(config.accumulate):
-            x, y = next(self.batches)
+            batch = next(self.batches)
             last = micro == config.accumulate - 1
             with contextlib.nullcontext() if last else mw.no_sync(self.model):
-                loss = loss_of(self.model, x, y) / config.accumulate
+                loss = self.subject.loss(self.model, batch) / config.accumulate
                 loss.backward()
             losses.append(loss.detach())
         if config.clip is not None:
             self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         return sum(losses[1:], losses[0])
+
+    def loss(self, batch: Any) -> Tensor:
+        """Of a batch, by the model as it is."""
+        with torch.no_grad():
+            self.model.eval()
+            loss = self.subject.loss(self.model, batch)
+            self.model.train()
+        return loss
 
     def update(self) -> None:
         """One step of the optimizer."""
@@ -180,12 +192,11 @@ class StaticTrainer(Trainer):
         }  # fmt: skip
         if self.table is not None:
             laid = {"layouts": self.table}
-        example = torch.zeros(config.batch, config.seq, dtype=torch.long)
         self.step = mw.compile_step(
             self.model,
-            lambda model, batch: loss_of(model, *batch),
+            self.subject.loss,
             self.optimizer,
-            (example, example),
+            self.subject.example(),
             mesh=self.mesh,
             **laid,
             clip_grad_norm=config.clip,
@@ -201,6 +212,11 @@ class StaticTrainer(Trainer):
         losses = [self.step(next(self.batches)) for _ in range(config.accumulate)]
         total: Tensor = sum(losses[1:], losses[0]) / config.accumulate
         return total
+
+    def loss(self, batch: Any) -> Tensor:
+        """Of a batch, by a program without backward and update."""
+        made: Tensor = self.step.eval(batch)
+        return made
 
     def predicted(self) -> int | None:
         """Of the program."""
@@ -233,14 +249,15 @@ def train(config: TrainConfig, mesh: mw.Mesh, emit: Emit) -> Summary:
         CheckpointError, OptionError: a checkpoint that cannot be read or written, or that is beyond the last step.
         DesyncError: on every rank, where options or texts differ.
     """
-    corpus = agreed_corpus(config, mesh)
+    subject = agreed_subject(config, mesh)
     first = runtime.RT.rank == mesh.ranks[0]
     usage = Usage(config)
-    trainer = (StaticTrainer if config.static else Trainer)(config, mesh, corpus)
-    verifier = Verifier(config, corpus, first) if config.verify else None
+    trainer = (StaticTrainer if config.static else Trainer)(config, mesh, subject)
+    verifier = Verifier(config, subject, first) if config.verify else None
+    evaluation = Evaluation(config, mesh, subject, trainer.plan.batch, trainer.loss) if subject.evaluates else None
     store, begin = _opened(config, trainer)
     tell = emit if first else _nothing
-    tell("start", {**_described(trainer, corpus), "begin": begin})
+    tell("start", {**_described(trainer), "begin": begin})
 
     size = sum(p.numel() for p in trainer.model.parameters())
     history: list[float] = []
@@ -258,11 +275,15 @@ def train(config: TrainConfig, mesh: mw.Mesh, emit: Emit) -> Summary:
         seconds.append(traffic.seconds)
         told = {"step": step, "loss": loss, **trainer.told(), "seconds": traffic.seconds, **differences}
         told |= usage.told(traffic.seconds, size)
+        if evaluation is not None and evaluation.due(step + 1):
+            told["eval_loss"] = evaluation()
         tell("step", {**told, "collectives": traffic.kinds, "bytes": traffic.bytes})
         if store is not None and _is_saved(config, step + 1):
             saved = store.save(step + 1, **trainer.parts())
     if saved is not None:
         saved.wait()
+    if config.export is not None:
+        subject.export(trainer.model, config.export, first)
 
     timed = seconds[1:] or seconds  # the first step makes plans and groups
     verdict = verifier.verdict() if verifier else None
@@ -310,20 +331,31 @@ def _nothing(kind: str, values: dict[str, Any]) -> None:
     """What the other ranks tell."""
 
 
-def agreed_corpus(config: TrainConfig, mesh: mw.Mesh) -> Corpus:
-    """The text, after all ranks found that they have the same one and the same options.
+def subject_of(config: TrainConfig) -> TrainingSubject:
+    """What the options name.
 
     Raises:
-        DataError, DesyncError: on every rank, as for :func:`train`.
+        DataError, OptionError: If a file cannot be read, or model, tokenizer and data do not fit.
+    """
+    if config.model is None:
+        return BuiltInModel(config)
+    return UsersModel(config) if config.of_function else LibraryModel(config)
+
+
+def agreed_subject(config: TrainConfig, mesh: mw.Mesh) -> TrainingSubject:
+    """Model and data, after all ranks found that they have the same ones and the same options.
+
+    Raises:
+        DataError, DesyncError, OptionError: on every rank, as for :func:`train`.
     """
     said, fix = "the ranks train with {}", "start all of them alike"
     with collective.together(mesh, "reading the text", said, fix, DataError) as facts:
-        corpus = load_corpus(config.data, config.seq)
-        facts += [Fact("texts (--data)", corpus.digest()), Fact("options", repr(config))]
-    return corpus
+        subject = subject_of(config)
+        facts += [Fact("texts (--data)", subject.digest), Fact("options", repr(config))]
+    return subject
 
 
-def _described(trainer: Trainer, corpus: Corpus) -> dict[str, Any]:
+def _described(trainer: Trainer) -> dict[str, Any]:
     """The mesh and the parameters' layouts, for the terminal."""
     here = trainer.mesh.coordinate(runtime.RT.rank)
     rows = []
@@ -335,8 +367,19 @@ def _described(trainer: Trainer, corpus: Corpus) -> dict[str, Any]:
         )
     step = getattr(trainer, "step", None)
     passes = [str(record) for record in step.passes] if step is not None else []
-    told = {"parameters": rows, "source": corpus.source, "passes": passes}
+    told = {"parameters": rows, "source": trainer.subject.source, "title": trainer.subject.title, "passes": passes}
     return told | {"predicted_bytes": trainer.predicted()}
 
 
-__all__ = ["Emit", "StaticTrainer", "Summary", "Traffic", "Trainer", "Verdict", "agreed_corpus", "step_seed", "train"]
+__all__ = [
+    "Emit",
+    "StaticTrainer",
+    "Summary",
+    "Traffic",
+    "Trainer",
+    "Verdict",
+    "agreed_subject",
+    "step_seed",
+    "subject_of",
+    "train",
+]

@@ -81,7 +81,7 @@ class Show:
         config, rows = self.config, values["parameters"]
         count = sum(math.prod(row["shape"]) for row in rows)
         on = "nccl" if config.device == "cuda" else "gloo"
-        batch = f"{config.batch} × {config.seq} bytes"
+        batch = f"{config.batch} × {config.seq} {'tokens' if config.model else 'bytes'}"
         if config.accumulate > 1:
             batch += f" × {config.accumulate} micro-steps"
         options = [
@@ -97,10 +97,9 @@ class Show:
             "verified against one device" if config.verify else "",
             f"resumed after step {values['begin']}" if values["begin"] else "",
         ]
-        size = f"{config.layers} layers, hidden {config.hidden}, {config.heads} heads"
         sizes = " × ".join(f"{axis}={n}" for axis, n in config.mesh)
         lines = {
-            "model": f"byte-level GPT, {size}: {count:,} parameters ({config.dtype})",
+            "model": f"{values['title']}: {count:,} parameters ({config.dtype})",
             "data": values["source"],
             "step": f"{batch}, {config.optimizer}, lr {config.learning_rate:g}, seed {config.seed}",
             "mesh": f"{sizes}: {math.prod(n for _, n in config.mesh)} processes on {config.device} ({on})",
@@ -124,12 +123,13 @@ class Show:
         text += f"  {values['flops_share']:.0%} of peak FLOPs" if "flops_share" in values else ""
         text += f"  peak {in_bytes(values['peak_bytes'])}{self._predicted}" if "peak_bytes" in values else ""
         text += f"  {n} collectives {in_bytes(values['bytes'])}/step"
+        text += f"  held-out loss {values['eval_loss']:.4f}" if "eval_loss" in values else ""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], advance=1, text=text)
             return
         every = max(1, self.config.steps // LINES)
         done = values["step"] + 1
-        if done == 1 or done % every == 0 or done == self.config.steps:
+        if done == 1 or done % every == 0 or done == self.config.steps or "eval_loss" in values:
             off = f"  off by {values['rel_loss_diff']:.1e}" if "rel_loss_diff" in values else ""
             at = f"{done:>{len(str(self.config.steps))}}/{self.config.steps}"
             self.console.print(Text(f"step {at}  {text}{off}"), soft_wrap=True)

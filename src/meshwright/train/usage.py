@@ -51,7 +51,7 @@ def flops_share(config: TrainConfig, parameters: int, seconds: float, name: str)
     computed again.  Only for what computes in bfloat16: peaks of other dtypes depend on modes.
     """
     peak = next((flops for word, flops in PEAK_FLOPS.items() if word in name), None)
-    if peak is None or (config.dtype != "bfloat16" and config.precision is None):
+    if peak is None or config.model is not None or (config.dtype != "bfloat16" and config.precision is None):
         return None
     per_token = 6 * parameters + 12 * config.layers * config.hidden * config.seq
     return per_token * config.tokens_per_step / (seconds * peak * config.make_mesh().size)

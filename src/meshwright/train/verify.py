@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -13,13 +13,13 @@ from torch.func import functional_call
 
 import meshwright as mw
 from meshwright.collective import travelled
+from meshwright.compat import pytree
 from meshwright.generator import reproducible_random
 from meshwright.layout import Wire, chunk_sizes
 from meshwright.passes import PassManager
 
 from .config import TrainConfig
-from .data import Corpus, Windows
-from .model import GPT, loss_of
+from .subject import TrainingSubject
 
 
 @dataclass
@@ -52,12 +52,12 @@ class Reference:
     Where passes merge calls of a captured step into one update, so does this.
     """
 
-    def __init__(self, config: TrainConfig, corpus: Corpus) -> None:
-        self.config = config
+    def __init__(self, config: TrainConfig, subject: TrainingSubject) -> None:
+        self.config, self.subject = config, subject
         torch.manual_seed(config.seed)
-        self.model = GPT(config, config.device)
+        self.model = subject.model(config.device)
         self.optimizer = config.make_optimizer(self.model)
-        self.batches = iter(Windows(corpus, config.batch, config.seq, config.seed))
+        self.batches = subject.batches()
         passes = config.pass_manager() if config.static else PassManager(())
         self.calls = passes.calls_per_update if config.static else config.accumulate
         self.weight = 1 / self.calls if passes.averages else 1.0
@@ -74,10 +74,10 @@ class Reference:
         torch.manual_seed(seed)
         total = 0.0
         for _ in range(self.config.accumulate):
-            x, y = (t.to(self.config.device) for t in next(self.batches))
+            batch = pytree.tree_map(lambda t: t.to(self.config.device), next(self.batches))
             # Masks of dropout belong to elements, not to ranks: inside, plain tensors get the same ones.
             with reproducible_random():
-                loss = loss_of(self._seen(), x, y)
+                loss = self.subject.loss(self._seen(), batch)
             (loss * self.weight).backward()
             total += loss.item() / self.config.accumulate
             self.count += 1
@@ -85,7 +85,7 @@ class Reference:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         return total
 
-    def _seen(self) -> Callable[[Tensor], Tensor]:
+    def _seen(self) -> Callable[..., Any]:
         """The model, computing with casts of its parameters where a precision is asked for."""
         if self.config.policy is None:
             return self.model
@@ -94,7 +94,7 @@ class Reference:
         for name, cuts in self.gathered.items() if wire is not None else ():
             made = seen[name]
             seen[name] = made + (_arrived(made.detach(), cuts, wire) - made.detach())  # type: ignore[arg-type]
-        return partial(functional_call, self.model, seen)
+        return lambda *args, **kwargs: functional_call(self.model, seen, args, kwargs)
 
     def update(self) -> None:
         """One step of the optimizer, if the gradients are complete."""
@@ -107,12 +107,12 @@ class Verifier:
     """Compares each step with the reference, which the first rank computes; gathering takes all ranks.
 
     Args:
-        config, corpus: as for the training.
+        config, subject: as for the training.
         first: whether this is the rank that compares.
     """
 
-    def __init__(self, config: TrainConfig, corpus: Corpus, first: bool) -> None:
-        self.config, self.reference = config, Reference(config, corpus) if first else None
+    def __init__(self, config: TrainConfig, subject: TrainingSubject, first: bool) -> None:
+        self.config, self.reference = config, Reference(config, subject) if first else None
         self._verdict = Verdict(*config.tolerances)
 
     def check(self, step: int, loss: float, model: nn.Module, seed: int) -> dict[str, float]:

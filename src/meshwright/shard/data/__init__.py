@@ -1,1 +1,5 @@
-"""Batches become DistTensors: ``loader`` (``mw.shard_dataloader``), ``padding`` (to a few sizes)."""
+"""Batches become DistTensors.
+
+``dataloader``: ``mw.shard_dataloader``; ``batches``: one batch, laid out and compared; ``loader``: loaders that are
+wrapped; ``rows``: datasets, of which each rank reads its own rows, with ``order`` and ``reading``; ``padding``.
+"""

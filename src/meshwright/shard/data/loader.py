@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import NoneType
 from typing import Any
 
 import torch
 
 from ... import collective
-from ...collective import Fact, differing, together
-from ...errors import DesyncError, LayoutError, ShardError, takes
-from ...layout import Layout, Partial, Placements, Replicate, Shard
+from ...errors import LayoutError, ShardError
+from ...layout import Layout, Placements, Replicate
 from ...mesh import Mesh
 from ...ranks import runtime
 from ...tensor import DistTensor
-from ...tensor.api import MESH_WANTED, from_local, shard_tensor
+from ...tensor.api import from_local, shard_tensor
+from .batches import BatchesOnMesh
 from .padding import Padding, shown
 
 Tensor = torch.Tensor
-_SAID = "shard_dataloader: the ranks loaded different batches (batch {count}): {found}"
-
-
-def _fix(local: bool) -> str:
-    if local:
-        return "each rank must bring its own part of the same batch"
-    return (
-        "each rank must load the same global batch: use the same seed in the sampler, or local=True if each rank "
-        "loads its own part (DistributedSampler)"
-    )
 
 
 @dataclass
@@ -78,7 +67,7 @@ def _generators(loader: Any) -> list[torch.Generator]:
     return list(found.values())
 
 
-class ShardedLoader:
+class ShardedLoader(BatchesOnMesh):
     """Iterates over another loader and yields its batches with every tensor laid on the mesh.
 
     What the loader has otherwise (``dataset``, ``sampler``...) is the wrapped loader's.
@@ -87,13 +76,11 @@ class ShardedLoader:
     def __init__(
         self, loader: Iterable[Any], mesh: Mesh, placements: Any, local: bool, padding: Padding | None = None
     ) -> None:
-        self.loader, self.mesh, self.placements, self.local = loader, mesh, placements, local
-        self.padding = padding
-        self._by_key = isinstance(placements, Mapping) and bool(placements) and not _is_placements(placements, mesh)
+        super().__init__(mesh, placements, padding)
+        self.loader, self.local = loader, local
         self._place = LoaderPlace()
         self._pending: LoaderPlace | None = None  # where the next pass goes on
         self._last: Any = None  # the batch that was given last
-        self._parts: dict[tuple[Any, ...], list[Sequence[int]]] = {}  # shapes of the ranks' parts, by path in the batch
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -130,7 +117,7 @@ class ShardedLoader:
             first = False
             if not self.local:
                 batch = self._padded(batch)
-            made = self._sharded(batch, self.placements if not self._by_key else None, (), self._laid)
+            made = self._each(batch, self._laid)
             runtime.RT.batches.load(self.mesh.ranks, f"batch {place.batches - 1} of a {type(self.loader).__name__}")
             yield made
         if self.local:
@@ -182,6 +169,11 @@ class ShardedLoader:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ShardError for a state that :meth:`load_state_dict` cannot take."""
+        if "row" in state:
+            raise ShardError(
+                "shard_dataloader: the state was saved by a loader with batch_size=, which reads a dataset: pass the "
+                "dataset and batch_size="
+            )
         if ("own" in state) != hasattr(self.loader, "load_state_dict"):
             saved, here = ("a stateful", "no") if "own" in state else ("a stateless", "a")
             raise ShardError(
@@ -242,57 +234,7 @@ class ShardedLoader:
                     made[-1] = len(getattr(self.loader, name))
         return made
 
-    def _digests(self, batch: Any) -> list[int]:
-        tensors: list[Tensor] = []
-        self._sharded(batch, None, (), lambda t, placements, path: tensors.append(t))
-        return collective.digests([t for t in tensors if not isinstance(t, DistTensor)])
-
     # -- one batch ------------------------------------------------------------------------------------
-
-    def _padded(self, batch: Any) -> Any:
-        """The batch with each tensor up to the next of the sizes; of parts, up to that of the longest part."""
-        padding = self.padding
-        if padding is None:
-            return batch
-        tensors: list[tuple[tuple[Any, ...], Tensor]] = []
-
-        def note(t: Tensor, placements: Any, path: tuple[Any, ...]) -> None:
-            if padding.applies(t):
-                tensors.append((path, t))
-                if self.local and placements is not None and self._splits(placements, t, padding.dim):
-                    raise ShardError(
-                        f"shard_dataloader: each rank loads its part of dim {padding.dim} of batch{shown(path)}: "
-                        "padding would come between the parts; pad the whole, with local=False"
-                    )
-
-        self._sharded(batch, self.placements if not self._by_key else None, (), note)
-        lengths = padding.lengths(tensors)
-        if self.local:
-            lengths = {path: max(shape[padding.dim] for shape in self._parts[path]) for path in lengths}
-        return self._sharded(batch, None, (), lambda t, placements, path: padding.padded(t, path, lengths.get(path)))
-
-    def _splits(self, placements: Any, t: Tensor, dim: int) -> bool:
-        return dim % t.ndim in Layout(self.mesh, placements, ndim=t.ndim).dim_axes()
-
-    def _sharded(self, value: Any, placements: Any, path: tuple[Any, ...], leaf: Callable[..., Any]) -> Any:
-        """The batch with ``leaf(tensor, placements, path)`` in place of each tensor."""
-        if isinstance(value, Tensor):
-            return leaf(value, placements, path)
-        if isinstance(value, Mapping):
-            # In one order on all ranks, whatever that of their dicts: leaves meet in collectives.
-            order = sorted(value, key=lambda k: (type(k).__name__, str(k)))
-            laid = {k: self._sharded(value[k], self._for(k, placements), (*path, k), leaf) for k in order}
-            made = {k: laid[k] for k in value}
-            return made if type(value) is dict else _like(value, made)
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            fields = zip(value._fields, value, strict=True)
-            return type(value)(*(self._sharded(v, placements, (*path, name), leaf) for name, v in fields))
-        if isinstance(value, (tuple, list)):
-            return type(value)(self._sharded(v, placements, (*path, i), leaf) for i, v in enumerate(value))
-        return value
-
-    def _for(self, key: Any, placements: Any) -> Any:
-        return self.placements.get(key) if self._by_key and placements is None else placements
 
     def _laid(self, t: Tensor, placements: Any, path: tuple[Any, ...]) -> Tensor:
         if placements is None or isinstance(t, DistTensor):
@@ -327,81 +269,6 @@ class ShardedLoader:
             return from_local(t, self.mesh, layout, shape=shape, check=False)
         return shard_tensor(collective.all_gather(t, dim, sizes, group), self.mesh, layout, check=False)
 
-    def _exchanged(self, batch: Any, count: int) -> dict[tuple[Any, ...], list[Sequence[int]]]:
-        """Shapes of all ranks' parts of a batch, by path: one exchange.  ``batch`` is None where the data ended.
-
-        Raises DesyncError where parts do not fit together: they differ along a dim that is not split, or differ where
-        ranks bring the same part.  Along a dim that is padded they may.
-        """
-        facts: list[Fact] = [] if batch is not None else [Fact("no more batch")]
-        shapes: dict[tuple[Any, ...], Sequence[int]] = {}
-
-        def note(t: Tensor, placements: Any, path: tuple[Any, ...]) -> None:
-            if isinstance(t, DistTensor):
-                return
-            shapes[path] = tuple(t.shape)
-            if self.mesh.size == 1:
-                return
-            free: set[int] = set()
-            if self.padding is not None and self.padding.applies(t):
-                free.add(self.padding.dim % t.ndim)
-            facts.append(Fact(f"shapes of batch{shown(path)} ({t.dtype}, {t.ndim} dims)"))
-            if placements is None or not t.ndim:  # stays as each rank has it
-                return
-            with contextlib.suppress(LayoutError):  # said where the batch is laid out
-                split = Layout(self.mesh, placements, ndim=t.ndim).dim_axes()
-                kept = [None if d in free or d in split else n for d, n in enumerate(t.shape)]
-                facts.append(Fact(f"sizes of batch{shown(path)} along dims that are not split", kept))
-                whole = [None if d in free else n for d, n in enumerate(t.shape)]
-                facts.append(Fact(f"shapes of the same part of batch{shown(path)}", whole, self._part(t, placements)))
-
-        if batch is not None:
-            self._sharded(batch, self.placements if not self._by_key else None, (), note)
-        if self.mesh.size == 1:
-            return {path: [shape] for path, shape in shapes.items()}
-        doing = f"shard_dataloader, batch {count}"
-        everyone = collective.all_gather_object((facts, shapes), collective.group(self.mesh), doing)
-        found, _ = differing({rank: of for rank, (of, _) in zip(self.mesh.ranks, everyone, strict=True)})
-        if found:
-            raise DesyncError(_SAID.format(count=count, found=found) + f"; {_fix(self.local)}")
-        return {path: [of[path] for _, of in everyone] for path in shapes}
-
-    def _check_keys(self, batch: Any) -> None:
-        """Names that are neither axes nor keys of the batch would lay nothing, without a word."""
-        if not self._by_key:
-            return
-        keys = set(_keys(batch))
-        unknown = [k for k in self.placements if k not in keys]
-        if unknown:
-            has = f"has the keys {', '.join(map(repr, sorted(keys, key=str)))}" if keys else "has no keys"
-            raise ShardError(
-                f"shard_dataloader: {unknown[0]!r} is no axis of {self.mesh!r}, and the batch {has}: placements are "
-                f'{{"{self.mesh.axes[0]}": mw.Shard(0)}} for all tensors, or key to placements'
-            )
-
-    def _check(self, batch: Any, count: int) -> None:
-        """Ranks must have batches of the same form, and the same values where they have the same part.
-
-        Once per pass over the data, and in check mode for each batch; ``batch`` is None where the data ended.
-        """
-        form, tensors, parts = [], [], []
-
-        def note(t: Tensor, placements: Any, path: tuple[Any, ...]) -> Tensor:
-            if not isinstance(t, DistTensor):
-                form.append((path, tuple(t.shape[1:] if self.local else t.shape), str(t.dtype)))
-                tensors.append(t)
-                parts.append(self._part(t, placements))
-            return t
-
-        self._sharded(batch, self.placements if not self._by_key else None, (), note)
-        said = _SAID.format(count=count, found="{}")
-        doing = f"shard_dataloader, batch {count}"
-        with together(self.mesh, "shard_dataloader", said, _fix(self.local), doing=doing) as facts:
-            facts.append(Fact("no more batch" if batch is None else str(form)))
-            facts.append(Fact(f"{self._length()} batches in all"))
-            for (path, *_), part, digest in zip(form, parts, collective.digests(tensors), strict=True):
-                facts.append(Fact(f"values of {shown(path) or 'the tensor'}", f"digest {digest:x}", part))
-
     def _part(self, t: Tensor, placements: Any) -> tuple[int, ...]:
         """Which part of the batch this rank brings: the same on ranks that must bring the same values."""
         if not self.local or placements is None or not t.dim():
@@ -413,93 +280,19 @@ class ShardedLoader:
         here = self.mesh.coordinate(runtime.RT.rank)
         return tuple(-1 if isinstance(p, Replicate) else i for p, i in zip(layout.placements, here, strict=True))
 
+    def _brought(self, layout: Layout) -> Collection[int]:
+        return layout.dim_axes() if self.local else ()
 
-def _keys(batch: Any) -> Iterator[Any]:
-    """The keys of a batch, nested ones too."""
-    if isinstance(batch, Mapping):
-        yield from batch
-    if isinstance(batch, (Mapping, tuple, list)):
-        for value in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _keys(value)
+    def _fix(self) -> str:
+        if self.local:
+            return "each rank must bring its own part of the same batch"
+        return (
+            "each rank must load the same global batch: use the same seed in the sampler, or local=True if each rank "
+            "loads its own part (DistributedSampler)"
+        )
 
-
-def _is_placements(given: Mapping[Any, Any], mesh: Mesh) -> bool:
-    return all(k in mesh.axes for k in given)
-
-
-def _like(value: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
-    try:
-        return type(value)(made)  # type: ignore[call-arg]
-    except TypeError:
-        return made
+    def _order(self) -> str:
+        return f"{self._length()} batches in all"
 
 
-@takes(
-    ShardError,
-    mesh=MESH_WANTED,
-    placements=(
-        (Mapping, list, tuple, Layout, Shard, Replicate, Partial, NoneType),
-        'give axis to placement, e.g. {"dp": mw.Shard(0)}, or key of the batch to such placements',
-    ),
-)
-def shard_dataloader(
-    loader: Iterable[Any],
-    mesh: Mesh,
-    placements: Any = None,
-    *,
-    local: bool = False,
-    pad_to: Sequence[int] | None = None,
-    pad_dim: int = 1,
-    pad_value: Any = None,
-) -> ShardedLoader:
-    """Wrap a data loader so that its batches are DistTensors.
-
-    Iterate over the result as over the loader. `Checkpoints` saves its position.
-
-    Args:
-        loader: Iterable of tensors, or of nested tuples, lists and dicts. Every rank's loader yields the same global
-            batch, and the rank keeps its shard. The last batch may be uneven.
-        mesh: The mesh.
-        placements: Placements of all tensors, `{"dp": mw.Shard(0)}`. Or, for dict batches, key to placements; tensors
-            of other keys stay plain. 0-d tensors are replicated.
-        local: Each rank's loader yields only that rank's shard, as with `DistributedSampler`.
-        pad_to: Lengths. Each tensor named in `pad_value` is padded at the end of `pad_dim` to the next length; local
-            shards to that of the longest. A captured step is then captured once per length.
-        pad_dim: Dim of the sequence in each tensor.
-        pad_value: Key of the batch (or field, or index) to the value of the padding; `None` leaves the tensor
-            unchanged. For batches of one tensor: the value. Labels get what the loss ignores (-100 for
-            `cross_entropy`), masks 0 or False, ids any valid id. A loss that ignores nothing, or attention without a
-            mask, would count the padding.
-
-    Returns:
-        An iterable with the loader's length.
-
-    Raises:
-        ShardError: If `pad_to` is invalid. While iterating: if a tensor cannot be sharded, is longer than `pad_to`, or
-            has `pad_dim` and is not named in `pad_value`.
-        DesyncError: While iterating, if ranks load batches of different shapes, number or values. Compared for the
-            first batch of each pass; in check mode for all. With `local`, shapes and the presence of a batch are always
-            compared.
-
-    Examples:
-        ```python
-        mesh = mw.Mesh({"dp": 2})
-        data = torch.utils.data.DataLoader(torch.arange(10.0).view(10, 1), batch_size=4)
-
-
-        def shapes():
-            batches = mw.shard_dataloader(data, mesh, {"dp": mw.Shard(0)})
-            return [(tuple(x.shape), tuple(x.to_local().shape)) for x in batches]
-
-
-        assert mw.simulate(shapes, mesh)[0] == [((4, 1), (2, 1)), ((4, 1), (2, 1)), ((2, 1), (1, 1))]
-        ```
-    """
-    if placements is None:
-        placements = {mesh.axes[0]: Shard(0)}
-    if not hasattr(loader, "__iter__"):
-        raise ShardError(f"shard_dataloader takes a data loader or another iterable, not {type(loader).__name__}")
-    return ShardedLoader(loader, mesh, placements, local, Padding.of(pad_to, pad_dim, pad_value))
-
-
-__all__ = ["ShardedLoader", "shard_dataloader"]
+__all__ = ["LoaderPlace", "ShardedLoader"]

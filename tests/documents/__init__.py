@@ -1,0 +1,1 @@
+"""Documents packed into rows of tokens."""
