@@ -106,7 +106,7 @@ def _checked(context: typer.Context, given: dict[str, Any], joined: Launch | Non
     if extra and not given["data"]:
         raise typer.BadParameter(f"unexpected argument {extra[0]!r}; files are given with --data", context)
     config = TrainConfig(**values_of(TrainConfig, given | {"data": [*(given["data"] or ()), *extra]}))
-    if joined is not None:  # its ranks read the text together: see loop.agreed_corpus
+    if joined is not None:  # its ranks read the text together: see loop.agreed_subject
         _check_joined(config, joined)
         return config
     if config.device == "cuda":

@@ -98,7 +98,7 @@ class LibraryModel(TrainingSubject):
         if self._has_weights and torch.device(device).type != "meta":
             loaded = kind.from_pretrained(self.folder, config=settings, dtype=dtype).to(device)
         if loaded is not None and self.config.lora is None:
-            return loaded.train()  # type: ignore[no-any-return]
+            return loaded.train()
         with torch.device(device):
             made = kind.from_config(settings, dtype=dtype)
             if self.config.lora is not None:

@@ -101,7 +101,7 @@ class Trainer:
         # Described on the meta device, then made shard by shard with the values that one device would get.
         self.model: nn.Module = subject.model("meta")
         self.table = None if own is not None else planned(config, mesh, self.model)
-        self.plan = Plan(self.table) if own is None else own
+        self.plan = own or Plan(self.table or {})
         self.lay()
         subject.fill(self.model)
         self.loader = shard_dataloader(
