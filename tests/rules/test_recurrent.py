@@ -62,3 +62,29 @@ def test_dropout_between_layers_has_no_rule() -> None:
         return "all_gather" in str(seen)
 
     assert all(mw.simulate(run, mesh))
+
+
+@pytest.mark.parametrize("rows", [4, 3])
+@pytest.mark.parametrize("name", ["gru", "lstm, both ways, two layers", "rnn"])
+def test_captured_in_single_precision(name: str, rows: int) -> None:
+    """In which one device takes a kernel for all of it; ranks record the same ops."""
+    options, mesh = CASES[name], mw.Mesh({"dp": 2})
+    first = bool(options.get("batch_first"))
+
+    def trained(on: mw.Mesh | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = options["kind"](3, 4, **{k: v for k, v in options.items() if k != "kind"})
+        x = torch.randn((rows, 5, 3) if first else (5, rows, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if on is None:
+            model(x)[0].square().mean().backward()
+            optimizer.step()
+        else:
+            batch = {"dp": mw.Shard(0 if first else 1)}
+            mw.compile_step(model, lambda m, b: m(b)[0].square().mean(), optimizer, x, mesh=on, batch=batch)(x)
+        return [mw.unshard(p.detach()) for p in model.parameters()]
+
+    want = trained(None)
+    for got in mw.simulate(lambda: trained(mesh), mesh):
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

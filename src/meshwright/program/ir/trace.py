@@ -67,6 +67,17 @@ class Recorder(TorchDispatchMode):
         self._starts: list[int] = []  # sequence numbers of autograd at which a captured node began
         self._origins: list[tuple[str, str, Path]] = []
 
+    def __enter__(self) -> Any:
+        # Recurrent layers of the CPU in single precision would be one kernel, of which fakes know too little.
+        mkldnn: Any = torch.backends.mkldnn
+        self._without = mkldnn.flags(enabled=False, deterministic=mkldnn.deterministic, allow_tf32=mkldnn.allow_tf32)
+        self._without.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, error: Any, at: Any) -> None:
+        super().__exit__(kind, error, at)
+        self._without.__exit__(kind, error, at)
+
     # -- what is being recorded -----------------------------------------------------------------------
 
     def begin(self, source: str, line: str, regions: Path = ()) -> None:
