@@ -18,10 +18,12 @@ from . import methods as methods
 from .dist_tensor import DistTensor, GradientHook, call_enabled, read, whole, wrap
 from .global_calls import GlobalCalls, tell
 from .gradients import (
+    GRADIENT,
     Coming,
     LentGradient,
     accumulates,
     assigned_grad,
+    beside_slot,
     fits,
     guard,
     held,
@@ -35,6 +37,7 @@ from .opened import OpenTensor
 from .substitutes import OPEN, stands_in, within
 
 __all__ = [
+    "GRADIENT",
     "OPEN",
     "Coming",
     "DistTensor",
@@ -45,6 +48,7 @@ __all__ = [
     "OpenTensor",
     "accumulates",
     "assigned_grad",
+    "beside_slot",
     "call_enabled",
     "fits",
     "guard",

@@ -32,6 +32,7 @@ from .dist_tensor import DistTensor, as_layout_of, call_enabled, is_part, raw_gr
 
 Tensor = torch.Tensor
 _ASSIGNED = itertools.count()
+GRADIENT = "_gradient"  # in the dict of a tensor: its :class:`Gradient`
 _engine: Any = compat.execution_engine
 
 
@@ -43,9 +44,44 @@ class Coming(Protocol):
         ...
 
 
+class Gradient:
+    """What there is of the gradient of a tensor besides autograd's slot.
+
+    Attributes:
+        held: a gradient that does not fit the slot, or one that is on its way.
+        assigned: what the user assigned, as long as it is the gradient: in the slot, held or laid aside.
+        number: when it was assigned, among all that were.
+        aside: what was assigned, for the time of a backward that starts a new one.
+    """
+
+    held: DistTensor | Coming | None = None
+    assigned: DistTensor | None = None
+    number: int = 0
+    aside: DistTensor | None = None
+
+
+NONE = Gradient()  # of a tensor that never had anything there; not to be written to
+
+
+def beside_slot(p: Tensor) -> Gradient:
+    """What lies beside the slot of a tensor, to be looked at."""
+    found: Gradient = p.__dict__.get(GRADIENT, NONE)
+    return found
+
+
+def _record(p: Tensor) -> Gradient:
+    """What lies beside the slot of a tensor, to be written to."""
+    space = p.__dict__
+    if GRADIENT not in space:
+        space[GRADIENT] = Gradient()
+    record: Gradient = space[GRADIENT]
+    return record
+
+
 def held(p: Tensor) -> DistTensor | None:
     """The gradient that is held beside the slot, if any."""
-    kept: Any = p.__dict__.get("_held")
+    space = p.__dict__
+    kept: Any = space[GRADIENT].held if GRADIENT in space else None
     if kept is not None and not isinstance(kept, DistTensor):
         kept.finalize(p)
         return held(p)
@@ -54,10 +90,11 @@ def held(p: Tensor) -> DistTensor | None:
 
 def hold(p: Tensor, g: DistTensor | Coming | None) -> None:
     """Hold a gradient beside the slot."""
-    if g is None:
-        p.__dict__.pop("_held", None)
-    else:
-        p.__dict__["_held"] = g
+    space = p.__dict__
+    if GRADIENT in space:
+        space[GRADIENT].held = g
+    elif g is not None:
+        _record(p).held = g
 
 
 def fits(p: DistTensor, g: Spec) -> bool:
@@ -78,7 +115,7 @@ def _parts_alike(shape: torch.Size, one: Layout, other: Layout) -> bool:
 def in_slot(p: DistTensor) -> DistTensor | None:
     """The gradient, which comes into the slot if it fits there.  Dispatch must be disabled, and no backward run."""
     g = p.grad
-    if g is not None and "_held" in p.__dict__ and fits(p, g._spec):
+    if g is not None and beside_slot(p).held is not None and fits(p, g._spec):
         set_grad(p, g)
         hold(p, None)
     return g
@@ -91,7 +128,8 @@ class LentGradient:
     """
 
     def __init__(self, p: DistTensor, g: Tensor) -> None:
-        self.p, self.g, self.before, self.beside = p, g, get_grad(p), p.__dict__.pop("_held", None)
+        self.p, self.g, self.before, self.beside = p, g, get_grad(p), beside_slot(p).held
+        hold(p, None)
         set_grad(p, g)
 
     def restore(self) -> None:
@@ -128,10 +166,12 @@ def _merge(p: DistTensor, kept: DistTensor, slot: Tensor) -> None:
 
 def _get(self: DistTensor) -> DistTensor | None:
     # Optimizers and clipping read it several times a step for each parameter: no more than must be here.
-    if "_aside" in self.__dict__:
+    space = self.__dict__
+    beside = space[GRADIENT] if GRADIENT in space else NONE  # noqa: SIM401 (a call less)
+    if beside.aside is not None:
         bring(self)
     found: Any = call_disabled(get_grad, (), (self,), NO)
-    if "_held" in self.__dict__:
+    if beside.held is not None:
         kept = held(self)
         found = call_disabled(get_grad, (), (self,), NO)  # another one, if what was held came into the slot
         if kept is None or found is None:
@@ -145,18 +185,20 @@ def _get(self: DistTensor) -> DistTensor | None:
 
 def _set(self: DistTensor, value: Any) -> None:
     spec = self._spec
-    self.__dict__.pop("_given", None)
-    self.__dict__.pop("_aside", None)
+    if GRADIENT in self.__dict__:
+        beside = _record(self)
+        beside.assigned = beside.aside = None
     if value is None or (value.__class__ is DistTensor and value._spec is spec.grad() and not spec.undecided):
         call_disabled(set_grad, (), (self, value), NO)
-        self.__dict__.pop("_held", None)
+        hold(self, None)
         return
     given = _checked(self, value)
     with disabled():
         if given.dtype is not self.dtype and Tensor.size(given) != Tensor.size(self):  # the slot would refuse it too
             raise RuntimeError(f"assigned grad has dtype {given.dtype}, its tensor {self.dtype}: they must be equal")
         _put(self, given)
-        self.__dict__["_given"], self.__dict__["_given_as"] = given, next(_ASSIGNED)
+        beside = _record(self)
+        beside.assigned, beside.number = given, next(_ASSIGNED)
         guard(self, given._spec)
 
 
@@ -172,18 +214,18 @@ def stash_assigned_grad(p: DistTensor) -> bool:
 
     Not where the backward is to be differentiated: its gradients are new tensors on one device, too.
     """
-    given: DistTensor | None = p.__dict__.get("_given")
+    given = beside_slot(p).assigned
     if given is None or torch.is_grad_enabled() or not accumulates(p):
         return False
     with disabled():
-        if given is not get_grad(p) and given is not p.__dict__.get("_held"):
+        if given is not get_grad(p) and given is not beside_slot(p).held:
             return False
         own = given._spec
         if given.requires_grad or (own.layout == p._spec.grad().layout and not marks_of(own).copied):
             return False
         set_grad(p, None)
         hold(p, None)
-    p.__dict__["_aside"] = given
+    _record(p).aside = given
     task = compat.current_graph_task_id()
     asides = _RUNNING.get(task)
     if asides is None:
@@ -201,7 +243,7 @@ class _Asides:
 
     def __call__(self) -> None:
         # As they were assigned: the engine's order is not the same on all ranks.
-        for p in sorted(self.params, key=lambda p: p.__dict__.get("_given_as", 0)):
+        for p in sorted(self.params, key=lambda p: beside_slot(p).number):
             bring(p)
 
 
@@ -210,9 +252,10 @@ _RUNNING: weakref.WeakValueDictionary[int, _Asides] = weakref.WeakValueDictionar
 
 def bring(p: DistTensor) -> None:
     """Add what came to the gradient that was laid aside, which is the gradient again."""
-    given: DistTensor | None = p.__dict__.pop("_aside", None)
+    given = beside_slot(p).aside
     if given is None:
         return
+    _record(p).aside = None
     made = p.grad
     with torch.no_grad():
         if made is not None:
@@ -223,7 +266,7 @@ def bring(p: DistTensor) -> None:
 
 def assigned_grad(p: Tensor, g: Tensor) -> bool:
     """Whether a gradient was assigned: somebody else may have its memory."""
-    return p.__dict__.get("_given") is g
+    return beside_slot(p).assigned is g
 
 
 def accumulates(p: Tensor) -> bool:
@@ -312,10 +355,12 @@ _DOC = "The gradient so far, in the layout that the backward gave it (Partial be
 DistTensor.grad = property(_get, _set, _delete, _DOC)  # type: ignore[assignment]
 
 __all__ = [
+    "GRADIENT",
     "Coming",
     "LentGradient",
     "accumulates",
     "assigned_grad",
+    "beside_slot",
     "bring",
     "guard",
     "held",

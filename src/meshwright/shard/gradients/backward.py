@@ -21,7 +21,7 @@ from ...local_tensor import bare, get_grad, set_grad
 from ...mesh import Mesh
 from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
-from ...tensor import DistTensor, held, hold, in_spec, stash_assigned_grad, wrap
+from ...tensor import DistTensor, beside_slot, held, hold, in_spec, stash_assigned_grad, wrap
 from ..parameters.names import names_of
 from ..parameters.packing import Packing, split_dim
 from ..parameters.stored import near, on_host, reduce_dtype
@@ -143,7 +143,7 @@ class Backward:
         self.note(i)
         k = self.plan.where[i]
         if k is None:
-            if "_aside" not in self.sync.params[i].__dict__:  # else a hook that reads it sends, in the engine's order
+            if beside_slot(self.sync.params[i]).aside is None:  # else a hook that reads it sends, in the engine's order
                 self._serve([i])
             return
         self.left[k].discard(i)

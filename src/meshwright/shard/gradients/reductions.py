@@ -12,7 +12,7 @@ from ...layout import NO_MARKS, Partial, Spec, marked, marks_of
 from ...local_tensor import get_grad, set_grad
 from ...mesh import Mesh
 from ...ranks import runtime
-from ...tensor import Coming, DistTensor, fits, held, hold, in_spec, wrap
+from ...tensor import Coming, DistTensor, beside_slot, fits, held, hold, in_spec, wrap
 from ..parameters.host import Leaving
 from ..parameters.packing import Packing
 from ..parameters.stored import on_host
@@ -29,7 +29,7 @@ class PendingReduction:
         self.cause = runtime.RT.cause
         self.specs = {id(p): (k, spec) for k, (p, spec) in enumerate(zip(params, specs, strict=True))}
         for p in params:
-            hold(p, _Seat(self, p.__dict__.get("_held")))
+            hold(p, _Seat(self, beside_slot(p).held))
 
     def settle(self) -> None:
         """Wait, if what is kept until somebody reads it is smaller then.  Dispatch must be disabled."""
@@ -87,7 +87,7 @@ def hold_beside(p: DistTensor, g: DistTensor) -> None:
 
     Of a parameter on the host these may be there before its leaf is served.  Dispatch must be disabled.
     """
-    kept = p.__dict__.get("_held")
+    kept = beside_slot(p).held
     seat: _Seat | None = None
     while isinstance(kept, _Seat):
         seat, kept = kept, kept.kept

@@ -39,7 +39,7 @@ from ...mesh import Mesh
 from ...ranks import runtime
 from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
-from ...tensor import DistTensor, accumulates, stash_assigned_grad, wrap
+from ...tensor import DistTensor, accumulates, beside_slot, stash_assigned_grad, wrap
 from ..parameters.stored import on_host, stored
 from .backward import Backward, begin, call_after
 from .batches import SameBatches
@@ -305,7 +305,7 @@ class GradSync:
         It stays what it is, whoever else looks at it; what comes is reduced and added to it, in place.
         """
         p = self.params[i]
-        if "_given" in p.__dict__:
+        if beside_slot(p).assigned is not None:
             if self.enabled and accumulates(p):
                 self.backward()  # whose end comes first
             if stash_assigned_grad(p):

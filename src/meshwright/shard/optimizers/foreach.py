@@ -24,7 +24,7 @@ from ...layout import Partial, Replicate, Spec, cuts, marks_of
 from ...local_tensor import as_plain, get_grad
 from ...mesh import Mesh
 from ...rules import COMPOSITES
-from ...tensor import DistTensor, OpenTensor, call_enabled, wrap
+from ...tensor import GRADIENT, DistTensor, OpenTensor, call_enabled, wrap
 from ...tensor.api import reshard, unshard
 
 Tensor = torch.Tensor
@@ -252,7 +252,9 @@ def _combined(local: Tensor, ord: float, group: collective.Group) -> Tensor:
 def _gradients(params: Sequence[Any]) -> list[Any]:
     """Of each its ``.grad``: at once, where these lie in their slots as what they are."""
     if _DISTRIBUTED.issuperset(map(type, params)) and not [
-        space for space in map(_SPACE, params) if "_held" in space or "_aside" in space
+        s
+        for s in map(_SPACE, params)
+        if GRADIENT in s and (s[GRADIENT].held is not None or s[GRADIENT].aside is not None)
     ]:
         with disabled():
             found = list(map(get_grad, params))

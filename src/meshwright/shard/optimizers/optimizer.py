@@ -29,7 +29,18 @@ from ...local_tensor import OPEN, bare, close_tensors, get_grad, mine, open_tens
 from ...ranks import runtime
 from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
-from ...tensor import DistTensor, LentGradient, assigned_grad, call_enabled, guard, hold, in_slot, wrap
+from ...tensor import (
+    GRADIENT,
+    DistTensor,
+    LentGradient,
+    assigned_grad,
+    beside_slot,
+    call_enabled,
+    guard,
+    hold,
+    in_slot,
+    wrap,
+)  # fmt: skip
 from ..gradients.sync import sync_of
 from ..parameters.host import check_device
 from ..parameters.stored import Axes
@@ -204,13 +215,15 @@ class OptimizerBinding:
         """Of each parameter the gradient in its layout.  Dispatch must be disabled."""
         found: list[Tensor | None] = list(map(get_grad, self.params))
         try:
-            if list(map(_SPEC, found)) == self.wanted and not [p for p in self.params if "_held" in p.__dict__]:
+            if list(map(_SPEC, found)) == self.wanted and not [
+                p for p in self.params if GRADIENT in p.__dict__ and p.__dict__[GRADIENT].held is not None
+            ]:
                 return found
         except AttributeError:  # not all have one, or those that autograd has made lie in their slots
             pass
         found = []
         for i, p in enumerate(self.params):
-            g = in_slot(p) if "_held" in p.__dict__ else get_grad(p)
+            g = get_grad(p) if beside_slot(p).held is None else in_slot(p)
             fits = g is None or (g.__class__ is DistTensor and g._spec is self.wanted[i])
             if not fits and (OPEN not in p.__dict__ or not mine(p)):  # not inside of another optimizer's step
                 g = self._fitted(i, p, g)  # type: ignore[arg-type]
