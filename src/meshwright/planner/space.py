@@ -75,9 +75,11 @@ class Space:
 
     def _read_values(self) -> None:
         learnt = {s.node for s in self.captured.sources if s.kind == "param" and s.fake.requires_grad}
+        self._fed = {s.node for s in self.captured.sources if s.kind == "batch"}
         for node in self.captured.graph.nodes:
-            if any(n.name in learnt for n in node.all_input_nodes):
-                learnt.add(node.name)
+            for known in (learnt, self._fed):
+                if any(n.name in known for n in node.all_input_nodes):
+                    known.add(node.name)
         for key, known in self.graph.states.items():
             floats = known.dtype.is_floating_point or known.dtype.is_complex
             nbytes = math.prod(known.shape) * known.dtype.itemsize
@@ -185,10 +187,10 @@ class Space:
         seconds = max((forward + backward) * way.work, least) + way.sent
         return min(round(seconds * PICO) * op.times, NEVER)
 
-    @staticmethod
-    def _shared(value: PlannedValue) -> bool:
-        """Whether many ops read a value without a gradient: tables of positions, masks. It is replicated."""
-        return not value.learnt and len(value.readers) >= _MANY
+    def _shared(self, value: PlannedValue) -> bool:
+        """Whether several ops read a value without a gradient: tables of positions, masks. It is replicated."""
+        few = _MANY if value.key[0] in self._fed else 2
+        return not value.learnt and len(value.readers) >= few
 
     def _leaf(self, value: PlannedValue) -> None:
         whole: State = tuple([INVARIANT] * len(self.sizes))
