@@ -201,6 +201,7 @@ class Layouts:
         inputs: dict[str, Any] = {}
         outputs: dict[str, Any] = {}
         nodes = {n.name: n for n in self.space.captured.graph.nodes}
+        returned = Counter(self._module(nodes[v.key[0]]) for v in self.space.values.values() if v.maker is not None)
         for value in self.space.values.values():
             if value.maker is None or not value.dtype.is_floating_point:
                 continue
@@ -208,7 +209,7 @@ class Layouts:
             axes = [a for a in range(len(made)) if made[a][0] != read[a][0]]
             wanted = {self.axes[a]: read[a][0] for a in axes if self._wished(made[a][0], read[a][0])}
             module = self._module(nodes[value.key[0]])
-            if wanted and module:
+            if wanted and module and returned[module] == 1:  # of several results a wish would be for all
                 outputs.update({name: {**outputs.get(name, {}), **wanted} for name in names(module)})
         return inputs, outputs
 

@@ -77,9 +77,9 @@ class Space:
         learnt = {s.node for s in self.captured.sources if s.kind == "param" and s.fake.requires_grad}
         self._fed = {s.node for s in self.captured.sources if s.kind == "batch"}
         for node in self.captured.graph.nodes:
-            for known in (learnt, self._fed):
-                if any(n.name in known for n in node.all_input_nodes):
-                    known.add(node.name)
+            for names in (learnt, self._fed):
+                if any(n.name in names for n in node.all_input_nodes):
+                    names.add(node.name)
         for key, known in self.graph.states.items():
             floats = known.dtype.is_floating_point or known.dtype.is_complex
             nbytes = math.prod(known.shape) * known.dtype.itemsize
