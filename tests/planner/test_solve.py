@@ -6,6 +6,7 @@ import itertools
 import random
 from typing import Any
 
+import highspy
 import numpy as np
 import pytest
 
@@ -51,7 +52,6 @@ def test_the_optimum_is_that_of_brute_force(seed: int) -> None:
 
 def by_highs(problem: Problem) -> int:
     """The optimum by an integer programme: a column for each entry of each table."""
-    highspy = pytest.importorskip("highspy")
     model = highspy.Highs()
     model.silent()
     ones: list[list[Any]] = []
