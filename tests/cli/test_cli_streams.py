@@ -86,7 +86,7 @@ def test_a_narrow_terminal_cuts_nothing() -> None:
     config = TrainConfig(mesh=(("dp", 2), ("tp", 2)))
     show = Show(config, console)
     rows = [{**row, "placements": ("Replicate()", "Shard(0)")}]
-    show("start", {"parameters": rows, "source": "text", "passes": [], "begin": 0})
+    show("start", {"parameters": rows, "source": "text", "title": "a GPT", "passes": [], "begin": 0})
     show.close()
     text = console.export_text()
     assert "blocks.*.attention.qkv.weight" in text or "blocks.0.attention.qkv.weight" in text

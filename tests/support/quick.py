@@ -28,6 +28,8 @@ QUICK: dict[str, tuple[str, ...]] = {
         "tensor/test_views.py",
         "tensor/test_writes.py",
     ),
+    "documents": ("documents/test_packed.py",),
+    "planner": ("planner/test_solve.py",),
     "shard": ("shard/test_shard_storage.py", "shard/test_writes_between_modules.py"),
     "program": (
         "program/test_captured_zero.py",

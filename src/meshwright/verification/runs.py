@@ -16,7 +16,7 @@ from ..checkpoint import Checkpoints
 from ..compat import pytree
 from ..errors import LayoutError
 from ..generator import reproducible_random
-from ..layout import Placements
+from ..layout import LayoutLine, LayoutTable, Placements
 from ..mesh import Mesh
 from ..passes import PassManager
 from ..program import Plan
@@ -166,6 +166,10 @@ class Task:
         """Capture the step of a training."""
         plan = self.plan
         said = {f.name: getattr(plan, f.name) for f in fields(plan)} | {"gradients": one.calls == 1}
+        del said["made_for"]
+        if recompute := said.pop("recompute"):  # which tables alone say
+            lines = {glob: LayoutLine(placements) for glob, placements in plan.layouts.items()}
+            said["layouts"] = LayoutTable({}, lines, options={"recompute": list(recompute)})
         one.step_fn = compile_step(
             one.model, self.loss_fn, one.optimizer, one.batch, mesh=self.mesh,
             passes=WatchedPasses(self.passes, lambda seen: one.tell(seen)), check=False, **said,  # all is compared here
