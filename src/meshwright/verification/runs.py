@@ -168,7 +168,8 @@ class Task:
         said = {f.name: getattr(plan, f.name) for f in fields(plan)} | {"gradients": one.calls == 1}
         del said["made_for"]
         if recompute := said.pop("recompute"):  # which tables alone say
-            lines = {glob: LayoutLine(placements) for glob, placements in plan.layouts.items()}
+            from_table: Mapping[str, Any] = plan.layouts
+            lines = {glob: LayoutLine(placements) for glob, placements in from_table.items()}
             said["layouts"] = LayoutTable({}, lines, options={"recompute": list(recompute)})
         one.step_fn = compile_step(
             one.model, self.loss_fn, one.optimizer, one.batch, mesh=self.mesh,
