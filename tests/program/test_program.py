@@ -506,3 +506,24 @@ def test_buffers_stay_as_the_first_capture_left_them(axes: dict[str, int], chang
     want = run(False)
     for got in mw.simulate(lambda: run(True), mesh):
         assert got == pytest.approx(want, rel=1e-12)
+
+
+def test_autocast_of_a_convolution_behind_another_op() -> None:
+    """Its input is in the low precision, its weight and bias are not yet."""
+    mesh, x = mw.Mesh({"dp": 2}), torch.randn(4, 2, 6)
+
+    def trained(captured: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv1d(2, 3, 3), nn.Conv1d(3, 2, 3))
+
+        def loss(m: nn.Module, b: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return m(b).float().square().mean()  # type: ignore[no-any-return]
+
+        if not captured:
+            return loss(model, x).detach()
+        step = mw.compile_step(model, loss, None, x, mesh=mesh, batch={"dp": mw.Shard(0)})
+        return mw.unshard(step(x).detach())
+
+    for got in mw.simulate(lambda: trained(True), mesh):
+        torch.testing.assert_close(got, trained(False), rtol=2e-2, atol=1e-3)

@@ -65,9 +65,16 @@ def put(letters: Sequence[str], instead: Mapping[int, Any]) -> list[str]:
 
 def meta_shapes(fn: Callable[..., Any], *args: Any, **named: Any) -> list[tuple[int, ...]]:
     """Global shapes of what ``fn`` gives, from a run on meta tensors."""
+    wide: torch.dtype | None = None  # under autocast operands have several dtypes, which change no shape
+    for a in (*args, *named.values()):
+        if isinstance(a, Arg) and a.dtype.is_floating_point:
+            wide = a.dtype if wide is None else torch.promote_types(wide, a.dtype)
 
     def meta(a: Any) -> Any:
-        return torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Arg) else a
+        if not isinstance(a, Arg):
+            return a
+        dtype = wide if wide is not None and a.dtype.is_floating_point else a.dtype
+        return torch.empty(a.shape, dtype=dtype, device="meta")
 
     made = fn(*map(meta, args), **{k: meta(v) for k, v in named.items()})
     return [tuple(t.shape) for t in ([made] if isinstance(made, Tensor) else made)]
