@@ -13,7 +13,7 @@ import typer
 
 from meshwright.errors import HardwareError, MeshwrightError
 
-from .options import BAD_INPUT, complain, terminal
+from .options import BAD_INPUT, complain, terminal, writing_to
 
 app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 _SIZE, _LARGE, _REPEAT = (
@@ -46,10 +46,8 @@ def calibrate(
         if not Path(save).resolve().parent.is_dir():
             raise HardwareError(f"--save {save}: there is no folder {Path(save).resolve().parent}")
         found = measured(Path(save).stem, processes, memory)
-        try:
+        with writing_to("--save", save):
             found.save(save)
-        except OSError as error:
-            raise HardwareError(f"--save {save}: {error.strerror}") from error
     except MeshwrightError as error:
         complain(error)
         raise typer.Exit(BAD_INPUT) from None

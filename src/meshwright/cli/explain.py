@@ -14,7 +14,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.train.config import MESH, MODEL, OUTPUT, PROGRAM, StepConfig, ways_of
 from meshwright.train.options import OptionError, one_of, option
 
-from .options import BAD_INPUT, complain, options_of, said, terminal, values_of
+from .options import BAD_INPUT, complain, options_of, said, terminal, values_of, writing_to
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -195,7 +195,5 @@ def _grown(path: str, report: Explanation | Comparison) -> list[str]:
 
 
 def _write(path: str, page: str) -> None:
-    try:
+    with writing_to("--html", path):
         Path(path).write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise OptionError(f"--html {path}: {error.strerror}") from error

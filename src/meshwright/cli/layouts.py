@@ -8,7 +8,7 @@ import typer
 
 from meshwright.errors import MeshwrightError
 
-from .options import BAD_INPUT, complain, terminal
+from .options import BAD_INPUT, complain, terminal, writing_to
 
 app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
@@ -40,17 +40,14 @@ def layouts(
         on = parse_mesh(mesh)  # what is wrong with it is said before the imports
 
         from meshwright.planning import layouts as found
-        from meshwright.train.options import OptionError
 
         from .subject import users
 
         subject = users(path, on)
         table = found(subject.model, on, subject.batch, subject.loss_fn, data=data, tensor=tensor)
         if save is not None:
-            try:
+            with writing_to("--save", save):
                 table.save(save)
-            except OSError as error:
-                raise OptionError(f"--save {save}: {error.strerror}") from error
     except MeshwrightError as error:
         complain(error)
         raise typer.Exit(BAD_INPUT) from None

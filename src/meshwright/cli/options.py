@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import NoneType
@@ -24,6 +25,15 @@ BAD_INPUT = 2
 def complain(error: object) -> None:
     """One line about what is wrong."""
     Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+
+
+@contextmanager
+def writing_to(option: str, path: str) -> Iterator[None]:
+    """Raises OptionError for the file of an option that cannot be written inside."""
+    try:
+        yield
+    except OSError as error:
+        raise OptionError(f"{option} {path}: {error.strerror}") from error
 
 
 def terminal(stderr: bool = False) -> Console:

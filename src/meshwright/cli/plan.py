@@ -8,7 +8,7 @@ import typer
 
 from meshwright.errors import MeshwrightError
 
-from .options import BAD_INPUT, complain, terminal
+from .options import BAD_INPUT, complain, terminal, writing_to
 
 app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
@@ -51,7 +51,8 @@ def plan(
     try:
         found = _found(path, preset, devices, mesh, hardware, memory, {"batch": batch, "seq": seq, "layers": layers})
         if save is not None:
-            _save(found, save)
+            with writing_to("--save", save):
+                found.plan.save(save)
     except MeshwrightError as error:
         complain(error)
         raise typer.Exit(BAD_INPUT) from None
@@ -114,12 +115,3 @@ def _built_in(preset: str, ranks: int, sizes: dict[str, int | None]) -> tuple[An
     model = GPT(config, "meta", None if preset == "gpt" else Llama(**SHAPES.get(preset, {})))
     ids = torch.empty(config.batch, config.seq, dtype=torch.long, device="meta")
     return model, lambda m, b: loss_of(m, *b), (ids, ids), config.make_optimizer(model)
-
-
-def _save(found: Any, path: str) -> None:
-    from meshwright.train.options import OptionError
-
-    try:
-        found.plan.save(path)
-    except OSError as error:
-        raise OptionError(f"--save {path}: {error.strerror}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..checkpoint import Checkpoints
 from ..compat import pytree
 from ..errors import LayoutError
 from ..generator import reproducible_random
-from ..layout import LayoutLine, LayoutTable, Placements
+from ..layout import Placements
 from ..mesh import Mesh
 from ..passes import PassManager
 from ..program import Plan
@@ -164,13 +164,7 @@ class Task:
 
     def captured(self, one: Training) -> None:
         """Capture the step of a training."""
-        plan = self.plan
-        said = {f.name: getattr(plan, f.name) for f in fields(plan)} | {"gradients": one.calls == 1}
-        del said["made_for"]
-        if recompute := said.pop("recompute"):  # which tables alone say
-            from_table: Mapping[str, Any] = plan.layouts
-            lines = {glob: LayoutLine(placements) for glob, placements in from_table.items()}
-            said["layouts"] = LayoutTable({}, lines, options={"recompute": list(recompute)})
+        said = self.plan.keywords() | {"gradients": one.calls == 1}
         one.step_fn = compile_step(
             one.model, self.loss_fn, one.optimizer, one.batch, mesh=self.mesh,
             passes=WatchedPasses(self.passes, lambda seen: one.tell(seen)), check=False, **said,  # all is compared here

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ import torch.nn as nn
 
 from ...compat import pytree
 from ...errors import LayoutError, ProgramError, near
-from ...layout import At, Layout, LayoutTable, Placements, Replicate, Spec, read_layouts
+from ...layout import At, Layout, LayoutLine, LayoutTable, Placements, Replicate, Spec, read_layouts
 from ...mesh import Mesh
 from ...passes.pass_manager import PassManager
 from ...passes.recompute import Recompute
@@ -112,6 +112,14 @@ class Plan(Storage):
         for name, value in said.items():
             if name in ("inputs", "outputs") or getattr(self, name) in _UNSAID:
                 object.__setattr__(self, name, value)
+
+    def keywords(self) -> dict[str, Any]:
+        """Keywords of ``compile_step`` that say the same; what tables alone say is in the layouts."""
+        said = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("recompute", "made_for")}
+        if self.recompute:
+            lines = {glob: LayoutLine(placements) for glob, placements in dict[str, Any](self.layouts).items()}
+            said["layouts"] = LayoutTable({}, lines, options={"recompute": list(self.recompute)})
+        return said
 
     def optimizer_options(self) -> dict[str, Any]:
         """What ``shard_optimizer`` is told, by name."""

@@ -42,9 +42,8 @@ class Synced(Protocol):
     interrupted: bool  # the last backward raised: gradients may be left Partial
     apart: set[int]
     order: list[int] | None
-    reduce: (
-        Callable[[Sequence[DistTensor]], list[PendingReduction]] | None
-    )  # starts the reduction of stored parameters' sums
+    # Starts the reduction of stored parameters' sums.
+    reduce: Callable[[Sequence[DistTensor]], list[PendingReduction]] | None
 
     def buckets(self) -> Buckets:
         """How the gradients of the next backward are divided."""
