@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,35 @@ def test_what_is_cast(func: Callable[..., Any], dtypes: Any, want: Any, itself: 
         if func is torch.mm:
             assert casts(func, specs, (given[0],), {"mat2": given[1]}, "cpu") == found
     assert found == (None if want is None else InputCasts("cpu", want, itself))
+
+
+def test_a_leaf_that_gets_its_type_where_autocast_casts() -> None:
+    """A whole leaf is undecided until a split weight uses it: the call is planned anew, and cast as well."""
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    x, leaf = torch.randn(2, 3, 4), torch.randn(3, 4)
+
+    def used(one: Any, two: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        with region():
+            one(x) + t  # which links the leaf to others
+            made = two(x + t)
+        made.float().square().sum().backward()
+        assert t.grad is not None
+        return made, t.grad
+
+    want, of_leaf = used(first, second, x, leaf.clone().requires_grad_())
+
+    def run() -> tuple[Any, Tensor, Tensor]:
+        one = mw.shard_module(copy.deepcopy(first), MESH)
+        two = mw.shard_module(copy.deepcopy(second), MESH, {"*": {"a": mw.Shard(0)}})
+        laid = mw.shard_tensor(x, MESH, {}), mw.shard_tensor(leaf, MESH, {}).requires_grad_()
+        made, grad = used(one, two, *laid)
+        return made.spec.layout, mw.unshard(made.detach()), mw.unshard(grad)  # type: ignore[attr-defined]
+
+    for layout, made, grad in mw.simulate(run, MESH):
+        assert layout == Layout(MESH, {"a": mw.Shard(2)}, ndim=3)
+        torch.testing.assert_close(made, want.detach(), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(grad, of_leaf, rtol=5e-2, atol=5e-2)
 
 
 def test_what_fakes_refuse_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:

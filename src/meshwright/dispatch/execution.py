@@ -326,6 +326,9 @@ class Execution:
 
     def _planned_anew(self) -> Any:
         plan = plan_call(self.func, self.args, self.kwargs, known=_known_here)
+        if plan.route is Route.CAST and plan.casts is not None:  # it has no outputs: autocast casts first
+            with compat.EnableTorchFunction():
+                return plan.casts.first(self.func, self.wrap, self.args, self.kwargs)
         return execute(plan, self.func, self.args, self.kwargs, self.wrap)
 
     def _decide(self) -> bool:
