@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -425,6 +426,41 @@ def test_nobody_waits_for_the_ranks_of_a_fake_backend() -> None:
     try:
         mw.init_mesh({"x": 4})
         assert runtime.RT.watcher is None
+    finally:
+        dist.destroy_process_group()
+        runtime.reset()
+
+
+@pytest.mark.parametrize("ranks", [range(4), [1, 3]])
+def test_groups_are_never_split_off_a_group_bound_to_a_device(
+    ranks: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``ncclCommSplit`` waits for all ranks of the job: those outside of a gloo group call it and its members do not,
+    and of ranks that make a group alone nobody else does."""
+    from torch.distributed import distributed_c10d
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def split(pg: dist.ProcessGroup) -> None:
+        asked.append(pg.bound_device_id)
+
+    def new_group(*args: Any, **options: Any) -> Any:
+        devices.append(options.pop("device_id"))
+        return made(*args, **options)
+
+    asked: list[Any] = []
+    devices: list[Any] = []
+    made = dist.new_group
+    bound = torch.device("cuda:1")
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    monkeypatch.setattr(distributed_c10d, "_get_split_source", split)
+    monkeypatch.setattr(dist, "new_group", functools.update_wrapper(new_group, made))
+    try:
+        dist.group.WORLD.bound_device_id = bound  # type: ignore[union-attr]
+        collective.connect(Mesh({"dp": len(ranks) // 2, "tp": 2}, ranks=list(ranks)))
+        assert not asked
+        assert devices
+        assert set(devices) == {bound}
+        assert dist.group.WORLD.bound_device_id == bound  # type: ignore[union-attr]
     finally:
         dist.destroy_process_group()
         runtime.reset()

@@ -21,7 +21,7 @@ import meshwright as mw
 from meshwright.collective import rendezvous
 from meshwright.errors import MeshError
 from meshwright.ranks.launchers import Launch, launched
-from meshwright.tensor.api import _own_device
+from meshwright.tensor.api import own_device
 from tests.support import faulty
 from tests.support.processes import CONTEXT
 
@@ -206,7 +206,10 @@ def test_a_port_that_another_program_has(answer: bytes, agent: bool, tmp_path: P
 def test_each_process_of_a_machine_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    for count, device, local_rank in ((4, "cuda", 3), (2, "cuda", 3), (1, "cuda", 3), (4, "cpu", 3)):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: taken[-1])
+    devices = []
+    for count, local_rank in ((4, 3), (2, 3), (1, 3)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
-        _own_device(device, local_rank)
+        devices.append(own_device(local_rank).index)
     assert taken == [3, 1]
+    assert devices == [3, 1, 1]

@@ -168,7 +168,7 @@ def new_link(
         elif apart and rank not in ranks:
             continue
         else:
-            pg = compat.in_order(dist.new_group)(list(ranks), limit, use_local_synchronization=apart)
+            pg = _new_process_group(ranks, limit, apart)
         if rank in ranks:
             own = pg, ranks
     if rank in beside:
@@ -181,12 +181,31 @@ def new_link(
     return Link(own[0], own[1], gloo, sockets, lane, side)
 
 
+def _new_process_group(ranks: Sequence[int], limit: timedelta, apart: bool, backend: str | None = None) -> Any:
+    """torch's ``new_group``, which never splits it off the group of all ranks.
+
+    Where that is bound to a device (``init_process_group(device_id=)``), torch would call ``ncclCommSplit``, which
+    waits for all ranks.  Ranks outside of a gloo group call it and members do not (pytorch/pytorch#145376), and a
+    group that its members make alone is never finished.  A communicator of its own is connected as early.
+    """
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    bound = everyone.bound_device_id
+    everyone.bound_device_id = None
+    try:
+        return compat.in_order(dist.new_group)(
+            list(ranks), limit, backend, use_local_synchronization=apart, device_id=None if backend else bound
+        )
+    finally:
+        everyone.bound_device_id = bound
+
+
 def _side_link(parts: tuple[tuple[int, ...], ...], own: tuple[int, ...], limit: timedelta, apart: bool) -> Link | None:
     """A gloo group of the ranks of another backend's, for what they compare; all make theirs in one order."""
     before, found = open_sockets(), None
     for ranks in parts:
         if not apart or ranks == own:
-            pg = compat.in_order(dist.new_group)(list(ranks), limit, "gloo", use_local_synchronization=apart)
+            pg = _new_process_group(ranks, limit, apart, "gloo")
             found = pg if ranks == own else found
     sockets = {fd: inode for fd, inode in open_sockets().items() if before.get(fd) != inode}
     return Link(found, own, True, sockets, "side")

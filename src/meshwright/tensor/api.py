@@ -85,10 +85,11 @@ def init_mesh(
         started = dist.is_initialized()
         launch = None if started else launched()
         if launch is not None:
-            _own_device(device, launch.local_rank)
-            limit: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
+            more: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
+            if device == "cuda":
+                more["device_id"] = own_device(launch.local_rank)
             with collective.meeting(launch, timeout) as how:
-                dist.init_process_group("nccl" if device == "cuda" else "gloo", **how, **limit)
+                dist.init_process_group("nccl" if device == "cuda" else "gloo", **how, **more)
             started = True
         world = dist.get_world_size() if started else 1
         if mesh.size != world:
@@ -108,10 +109,14 @@ def init_mesh(
     return mesh
 
 
-def _own_device(device: str, local_rank: int) -> None:
-    """Each process of a machine gets a GPU of its own, where there are several: with NCCL two cannot share one."""
-    if device == "cuda" and torch.cuda.device_count() > 1:
+def own_device(local_rank: int) -> torch.device:
+    """Take the GPU of a process, one for each of a machine where there are several: with NCCL two cannot share one.
+
+    Bound to it (``device_id=``), groups connect when they are made: ranks that cannot reach each other say so there.
+    """
+    if torch.cuda.device_count() > 1:
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _spec_for(shape: Any, dtype: torch.dtype, mesh: Mesh, placements: Placements, order: Any = None) -> Spec:

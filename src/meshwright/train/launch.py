@@ -251,6 +251,8 @@ def _prepare(config: TrainConfig, local_rank: int) -> None:
 
 def _connect(config: TrainConfig, rank: int, local_rank: int, **how: Any) -> None:
     _prepare(config, local_rank)
+    if config.device == "cuda":
+        how["device_id"] = torch.device("cuda", local_rank)
     dist.init_process_group("nccl" if config.device == "cuda" else "gloo", rank=rank, **how)
 
 
