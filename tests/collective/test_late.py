@@ -310,6 +310,7 @@ def test_on_late_ranks(name: str) -> None:
 
 
 WHOLE_FILES = (
+    "dispatch/test_plain_tensors.py",
     "shard/test_shard_zero.py",
     "shard/test_shard_sync.py",
     "shard/test_wires.py",

@@ -83,10 +83,17 @@ class Peers:
         return all(word for (word,) in heard())
 
     def evaluate(self, bound: Bound, leaves: Sequence[Any]) -> Any:
-        """Run a program that updates nothing."""
-        if self.mesh.size > 1:
-            self._claim(bound, self._plain(bound, leaves))
-        return bound(leaves)
+        """Run a program that updates nothing; over gloo its small reductions carry what is compared."""
+        if self.mesh.size == 1:
+            return bound(leaves)
+        self._claim(bound, self._plain(bound, leaves))
+        group = collective.group(self.mesh)
+        if group.words is group or not bound.program.collectives():  # without any a rank may run it alone
+            return bound(leaves)
+        answer = collective.compare_progress((), group, doing(leaves, "a captured step") if self.whole else "")
+        made = bound(leaves)
+        answer()
+        return made
 
     def _plain(self, bound: Bound, leaves: Sequence[Any]) -> list[Tensor]:
         """Tensors of a batch that are the same on all ranks."""
