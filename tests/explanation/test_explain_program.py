@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from html.parser import HTMLParser
 from typing import Any
@@ -249,6 +250,19 @@ def test_stored_and_seen_differ() -> None:
     why = explain_program(built(mesh={"dp": 2}, fsdp="dp", layers=1).program)
     (weight,) = [x for x in why.laid if x.name == "blocks.0.mlp.up.weight"]
     assert weight.layout != weight.seen == mw.Layout(weight.seen.mesh)
+
+
+def test_uneven_parts_are_padded_on_a_gpu() -> None:
+    """192 columns over 5 ranks are 39, 39, 39, 39 and 36; of what is gathered or scattered four fifths pass a rank."""
+    program = built(4, mesh={"dp": 5}, fsdp="dp", layers=1, batch=10).program
+    for device in ("cpu", "cuda"):
+        why = explain_program(dataclasses.replace(program, mesh=mw.Mesh({"dp": 5}, device=device)))
+        sent = {(c.kind, c.parameter): c for c in why.collectives if c.role in ("forward", "backward")}
+        weight = sent["all_gather", "blocks.0.mlp.down.weight"], sent["reduce_scatter", "blocks.0.mlp.down.weight"]
+        even, padded = (48 * columns * 4 * 4 // 5 for columns in (192, 195))
+        assert [c.bytes for c in weight] == [even] * 2
+        assert [c.padding for c in weight] == [(padded - even) * (device == "cuda")] * 2
+        assert ("of padding" in str(why)) is (device == "cuda")
 
 
 # ------------------------------------------------------------------------------------------ memory

@@ -113,6 +113,17 @@ class Kind:
             made = tuple(resized(made, by_name[cut.dim], cut.after(sizes, n, by_name.get("index", 0))))
         return made
 
+    def padded(self, given: Sequence[int], options: Sequence[Any]) -> tuple[tuple[int, ...], list[Any]]:
+        """Shape of the input and options as backends other than gloo run it: parts of one dim padded to the longest."""
+        by_name, shape = self.named(options), tuple(given)
+        if len(self.cuts) == 1 and not self.cuts[0].table and by_name.get("wire") is None:
+            cut = self.cuts[0]
+            sizes = by_name[cut.sizes]
+            if not cut.joins or sum(map(bool, sizes)) > 1:  # what one rank has whole is broadcast
+                even = by_name[cut.sizes] = [max(sizes)] * len(sizes)
+                shape = resized(shape, by_name[cut.dim], cut.before(even, len(even), 0))
+        return shape, [by_name[name] for name in self.names]
+
     def format(self, dtype: torch.dtype, options: Sequence[Any]) -> Wire:
         """In what a tensor of this dtype travels: in the option ``wire``, where there is one."""
         wire = self.named(options).get("wire")

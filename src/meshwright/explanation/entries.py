@@ -40,6 +40,7 @@ class Collective:
         node: name of the node of the program.
         asked: whether the user asked for it by name.
         narrow: of how many ranks it adds up parts in fewer than 11 bits of significand, if more than 8; else 0.
+        padding: bytes beyond these that a backend other than gloo moves, which makes all parts as long as the longest.
     """
 
     number: int
@@ -63,6 +64,7 @@ class Collective:
     asked: bool = False
     place: int = 0
     narrow: int = 0
+    padding: int = 0
 
     def __str__(self) -> str:
         where = f"{self.line}: " if self.line else ""

@@ -134,6 +134,8 @@ def _collective(program: Program, number: int, node: fx.Node, names: dict[str, s
     nbytes = bytes_of(node.target, given.shape, given.dtype, options)
     mesh, ranks = program.mesh, math.prod(program.mesh.sizes[program.mesh.axis_index(a)] for a in axes)
     kind = COLLECTIVES[node.target]
+    shape, even = kind.padded(given.shape, options[:-2])
+    padding = 0 if mesh.device == "cpu" else bytes_of(node.target, shape, given.dtype, [*even, *options[-2:]]) - nbytes
     added = kind.reduces and not kind.wired and kind.named(options[:-2])["op"] in ADDS
     return Collective(
         number, info.role, kind.name, what.op, what.argument, what.parameter, what.tensor,
@@ -141,7 +143,7 @@ def _collective(program: Program, number: int, node: fx.Node, names: dict[str, s
         "" if cause is None else cause.src, "" if cause is None else cause.dst, nbytes, axes,
         mesh.group_ranks(program.rank, [mesh.axis_index(a) for a in axes]), info.line,
         "" if cause is None else cause.reason, node.name, cause is not None and cause.asked, place,
-        ranks if added and rounds(given.dtype, ranks) else 0,
+        ranks if added and rounds(given.dtype, ranks) else 0, max(padding, 0),
     )  # fmt: skip
 
 

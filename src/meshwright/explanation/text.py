@@ -158,6 +158,7 @@ def _moved(n: int, c: Collective) -> Text:
     made.append(f"{n} × " if n > 1 else "", style="bold")
     made.append(f"{c.tensor} {c.dtype}[{_by(c.shape)}] ")
     made.append(in_bytes(c.bytes) + (" each" if n > 1 else ""), style="green")
+    made.append(f" + {in_bytes(c.padding)} of padding" if c.padding else "", style="dim")
     made.append(f" at {c.line}" if c.line else "", style="dim")
     since = c.reason.partition(SINCE)[2].partition(", where")[0] if c.parameter else ""
     made.append(f" since {since}" if since else "", style="dim")
