@@ -48,7 +48,7 @@ if TYPE_CHECKING or not _COMMAND:
 
 if TYPE_CHECKING:
     from . import passes
-    from .checkpoint import Checkpoints, load_weights, save_weights
+    from .checkpoint import Checkpoints, load_weights, move, save_weights
     from .documents import Packed
     from .explanation import Explanation, explain, explicit
     from .machines import hardware
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 _LATER = {
     "Checkpoints": "checkpoint",
     "load_weights": "checkpoint",
+    "move": "checkpoint",
     "save_weights": "checkpoint",
     "capture_local": "program.compile",
     "compile_step": "program.compile",
@@ -151,6 +152,7 @@ __all__ = [
     "load_layouts",
     "load_program",
     "load_weights",
+    "move",
     "no_sync",
     "passes",
     "plan",

@@ -65,8 +65,8 @@ def loaded(mesh: mw.Mesh, path: Path, **how: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("prefix", ["", "model"])
 def test_onto_any_mesh(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.checkpoint.pieces.SMALL", 8)
-    monkeypatch.setattr("meshwright.checkpoint.pieces.FEW", 64)
+    monkeypatch.setattr("meshwright.layout.pieces.SMALL", 8)
+    monkeypatch.setattr("meshwright.layout.pieces.FEW", 64)
     monkeypatch.setattr("meshwright.checkpoint.arrays.STRETCH", 32)
     right = state(1)
     saved = {"model": right, "optim": {"lr": 0.1, "embed.weight": torch.ones(3)}, "step": 3} if prefix else right
@@ -105,7 +105,7 @@ CUTS = {"up.weight": [slice(0, 2), slice(2, 7), slice(7, 9)], "embed.weight": [s
 
 
 def test_chunks_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.checkpoint.pieces.SMALL", 8)
+    monkeypatch.setattr("meshwright.layout.pieces.SMALL", 8)
     right = state(2)
     written(tmp_path / "it", right, CUTS)
     for mesh in (ONE, BOTH, THREE):

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.checkpoint import pieces
-from meshwright.layout import Spec
+from meshwright.layout import Spec, pieces
 
 MESHES = [mw.Mesh({"a": 1}), mw.Mesh({"a": 3}), mw.Mesh({"a": 2, "b": 3}), mw.Mesh({"a": 2, "b": 2, "c": 2})]
 SHAPES = [(), (1,), (7,), (5, 4), (2, 9), (0, 3), (1, 1, 6)]

@@ -3,7 +3,6 @@
 Read it in this order:
 
     values     Python values as JSON
-    pieces     which part of a tensor a rank writes, and which it reads
     arrays     arrays in files: read a little at a time
     files      a file of tensors, with checksums; what is done to a disk
     manifest   what makes a folder a checkpoint
@@ -17,12 +16,14 @@ Read it in this order:
     sources, dcp           files of others that weights are read from
     weights    read from all of these
     inspection what the command line shows
+    moving     weights from one mesh to another, without files
 """
 
 from __future__ import annotations
 
 from .hugging_face import save_weights
+from .moving import move
 from .store import Checkpoints
 from .weights import load_weights
 
-__all__ = ["Checkpoints", "load_weights", "save_weights"]
+__all__ = ["Checkpoints", "load_weights", "move", "save_weights"]

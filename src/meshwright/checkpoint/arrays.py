@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..layout.pieces import Box
 from ..untrusted_files import making_sense, open_regular
-from .pieces import Box
 
 Tensor = torch.Tensor
 Fetch = Callable[[int, memoryview], None]  # fills memory with the bytes of an array from so many on

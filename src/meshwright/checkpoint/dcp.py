@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
+from ..layout.pieces import Box, common, nothing
 from ..untrusted_files import making_sense, plain_name
 from .arrays import OpenFile, StoredArray, inside
-from .pieces import Box, common, nothing
 from .sources import ArrayFiles
 
 Tensor = torch.Tensor

@@ -17,6 +17,7 @@ import torch.nn as nn
 from ..dispatch import disabled
 from ..errors import CheckpointError, takes
 from ..layout import Shard, Spec
+from ..layout.pieces import SMALL, Box, own_piece, stretches
 from ..local_tensor import bare
 from ..mesh import Mesh
 from ..ranks import runtime
@@ -28,7 +29,6 @@ from .arrays import NAMES, STRETCH, bytes_of, inside, slabs
 from .contents import Roles, configurations, model_tensors, stored_spec
 from .coordination import attempt, from_first, mesh_of, prepared
 from .files import NewFiles, header_of
-from .pieces import SMALL, Box, own_piece, stretches
 
 Tensor = torch.Tensor
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

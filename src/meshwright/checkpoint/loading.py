@@ -16,6 +16,7 @@ import torch
 from ..dispatch import disabled
 from ..errors import CheckpointError, MeshwrightError
 from ..layout import Spec
+from ..layout.pieces import FEW, Box, common, overlapping, read_spec, stretches
 from ..mesh import Mesh
 from ..ranks import runtime
 from ..resharding import executor
@@ -26,7 +27,6 @@ from .contents import OPTIMIZER, OTHERS, Roles
 from .coordination import attempt, from_first, prepared
 from .files import TensorFile, as_stored
 from .manifest import Manifest, SaveFolder, parsed, read_manifest, saves_in
-from .pieces import FEW, Box, common, overlapping, read_spec, stretches
 from .restore import Target, plan_restore
 from .runs import of_one_run, run_in
 

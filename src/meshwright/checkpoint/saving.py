@@ -16,6 +16,7 @@ import torch
 
 from .. import collective
 from ..errors import CheckpointError, DesyncError
+from ..layout.pieces import own_piece, replica
 from ..local_tensor import bare
 from ..mesh import Mesh
 from ..ranks import runtime
@@ -26,7 +27,6 @@ from .contents import Contents, Roles, gather, host_generators
 from .coordination import everyone, prepared
 from .files import Line, Part, write_file
 from .manifest import NAME, Manifest, commit, make_folder, new_folder, remove, remove_old
-from .pieces import own_piece, replica
 from .runs import clear, run_in, stranger
 
 Tensor = torch.Tensor

@@ -10,8 +10,8 @@ import torch
 
 from ..errors import CheckpointError
 from ..layout import Layout, Spec
+from ..layout.pieces import Box, read_spec
 from .arrays import OpenFile, StoredArray, arrays_of, digest_of
-from .pieces import Box, read_spec
 from .restore import Target
 
 Tensor = torch.Tensor

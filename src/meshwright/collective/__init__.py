@@ -15,7 +15,7 @@ from .checking import WORDS, claim_all, compare, compare_progress, same_values
 from .digest import digests
 from .direct_calls import OPERATORS as BY_HAND
 from .direct_calls import refuse_by_hand, sends_objects
-from .exchange import all_to_all, exchange_rows, permute
+from .exchange import all_to_all, exchange_pieces, exchange_rows, permute
 from .graph import (
     COLLECTIVES,
     OPERATORS,
@@ -76,6 +76,7 @@ reduce_scatter, reduce_scatter_async = from_elsewhere(reduce_scatter), from_else
 all_to_all, broadcast = from_elsewhere(all_to_all), from_elsewhere(broadcast)
 permute = from_elsewhere(permute)
 gather_rows, scatter_rows = from_elsewhere(gather_rows), from_elsewhere(scatter_rows)
+exchange_pieces = from_elsewhere(exchange_pieces)
 exchange_rows = from_elsewhere(exchange_rows)
 wire_all_reduce, wire_reduce_scatter = from_elsewhere(wire_all_reduce), from_elsewhere(wire_reduce_scatter)
 wire_all_gather, gather_async = from_elsewhere(wire_all_gather), from_elsewhere(gather_async)
@@ -126,6 +127,7 @@ __all__ = [
     "difference",
     "differing",
     "digests",
+    "exchange_pieces",
     "exchange_rows",
     "gather_async",
     "gather_rows",

@@ -177,6 +177,38 @@ def exchange_rows(t: Tensor, dim: int, table: Sizes, group: Group) -> Tensor:
     return contiguous(made if x.dtype in MOVABLE else made.view(x.dtype).squeeze(-1))
 
 
+def exchange_pieces(t: Tensor, give: Sizes, take: Sizes, group: Group) -> Tensor:
+    """What the ranks send to this one, in their order; each rank knows no more than what itself sends and receives.
+
+    Args:
+        t: a vector: what goes to each rank, in the order of the ranks.
+        give: how much goes to each of them; ``take``: how much comes from each.
+
+    Raises:
+        CollectiveError: the lengths do not fit.
+        DesyncError: the ranks disagree (simulated ranks only).
+    """
+    n, me = group.size, group.index
+    if sum(give) != t.shape[0] or len(give) != n or len(take) != n or give[me] or take[me]:
+        raise CollectiveError(f"exchange_pieces: {list(give)} and {list(take)} of {t.shape[0]} elements, by {n} ranks")
+    ops._count(EXCHANGE_ROWS, group, t.nbytes, 0)
+    call = ops._call(group, "exchange_pieces", "", t, (), (0,))
+    if group.pg is None:
+
+        def exchange(parts: list[tuple[Tensor, Sizes]]) -> list[Tensor]:
+            pieces = [x.split(list(sizes)) for x, sizes in parts]
+            return [torch.cat([row[j] for row in pieces]) for j in range(n)]
+
+        received: Tensor = checking.rendezvous(group, call, (t, tuple(give)), exchange)
+        return received
+    if group.plain:
+        out = t.new_empty(sum(take))
+        started(group, call, group.pg.alltoall_base, out, t, list(take), list(give), EXCHANGE[True]).wait()
+        return out
+    table = [length for lengths in ops.all_gather_object(list(give), group) for length in lengths]  # a Python group
+    return exchange_rows(t, 0, table, group)
+
+
 def _exchanged(x: Tensor, split: int, give: Sizes, concat: int, take: Sizes, index: int, group: Group) -> Tensor:
     return all_to_all(x, split, give, concat, take, group)
 

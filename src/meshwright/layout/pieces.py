@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..layout import At, Replicate, Shard, Spec, chunk_bounds
+from . import At, Replicate, Shard, Spec, chunk_bounds
 
 Box = tuple[tuple[int, int], ...]  # per dim the first and last + 1 global index
 FEW = 1 << 22  # bytes that a rank may hold beside what it has
@@ -134,6 +134,18 @@ def common(box: Box, other: Box) -> Box:
     return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
 
 
+def difference(box: Box, other: Box) -> Iterator[Box]:
+    """The parts of a box that are not in another one: at most two for each dim, without elements in common."""
+    shared = common(box, other)
+    if nothing(shared):
+        yield from () if nothing(box) else (box,)
+        return
+    for d, ((a, b), (start, stop)) in enumerate(zip(box, shared, strict=True)):
+        for part in ((a, start), (stop, b)):
+            if part[0] < part[1]:
+                yield (*shared[:d], part, *box[d + 1 :])
+
+
 # ---------------------------------------------------------------------------------------------- reading
 
 
@@ -178,6 +190,6 @@ def _edges(spec: Spec, dim: int) -> frozenset[int]:
 
 
 __all__ = [
-    "FEW", "SMALL", "Box", "Piece", "common", "nothing", "overlapping", "own_piece", "read_spec", "replica",
-    "stretches",
+    "FEW", "SMALL", "Box", "Piece", "common", "difference", "nothing", "overlapping", "own_piece", "read_spec",
+    "replica", "stretches",
 ]  # fmt: skip
