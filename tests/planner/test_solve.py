@@ -110,6 +110,18 @@ def test_layers_that_repeat_are_eliminated_once() -> None:
     assert len({*many.values[40:-40:2]}) <= 3, "far from the ends they are alike"
 
 
+def test_a_constant_joins_none_that_read_it() -> None:
+    """A table of positions that all layers read: 30 variables of 40 values are joined to it, not to each other."""
+    draw = np.random.default_rng(0)
+    made = Problem()
+    one = made.variable([3])
+    others = [made.variable(draw.integers(0, 99, 40)) for _ in range(30)]
+    for v in others:
+        made.add((one, v), draw.integers(0, 99, (1, 40)))
+    least = 3 + sum(int((made.factors[v,] + made.factors[one, v][0]).min()) for v in others)
+    assert solve(made).price == least
+
+
 def test_a_pinned_variable_keeps_its_value() -> None:
     problem = drawn(random.Random(5), 6, 4, 2, never=0.0)
     free = solve(problem)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ..errors import PlanError, takes
+from ..errors import PassError, PlanError, takes
 from ..explanation.entries import in_bytes
 from ..layout import LayoutTable
 from ..machines import Hardware, bytes_from, hardware
@@ -271,17 +271,26 @@ def _first_that_fits(search: PlanSearch, candidates: Sequence[Candidate]) -> Fou
 
     Raises:
         PlanError: If none does.
+        PassError: If none can be built.
     """
-    frontier = _frontier(candidates)
     tried: list[tuple[Measured, Candidate]] = []
-    order = [c for c in candidates if c.memory <= 1.2 * search.memory][:_TRIED]
-    least = min(candidates, key=lambda c: c.memory)
-    for c in [*order, *([] if least in order else [least])]:
-        made = _measured(search, c)
-        tried.append((made, c))
+    left, failed = list(candidates), list[PassError]()
+    while left and len(tried) <= _TRIED:
+        likely = [c for c in left if c.memory <= 1.2 * search.memory]
+        last = not likely or len(tried) == _TRIED
+        c = min(left, key=lambda c: c.memory) if last else likely[0]
+        try:
+            made = _measured(search, c)
+        except PassError as error:  # a loss that is not the mean of those of micro-batches
+            failed.append(error)
+            left = [x for x in left if x.storage.stages == 1 and x is not c]
+            continue
         if made.memory <= search.memory:
-            best = min(x.seconds for x in candidates)
-            return _found(search, c, made, frontier, max(0.0, c.seconds / best - 1.0))
+            return _found(search, c, made, _frontier(left), max(0.0, c.seconds / min(x.seconds for x in left) - 1.0))
+        tried.append((made, c))
+        left = [] if last else [x for x in left if x is not c]
+    if not tried:
+        raise failed[0]
     made, c = min(tried, key=lambda t: t[0].memory)
     raise PlanError(_too_small(search, made, c))
 

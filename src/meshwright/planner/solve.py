@@ -137,16 +137,27 @@ class _Elimination:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.tables = problem, problem.tables
         self.of: list[dict[Scope, Prices]] = [{} for _ in problem.sizes]
+        self.left = dict.fromkeys(v for v, n in enumerate(problem.sizes) if n > 1)
         for scope, table in problem.factors.items():
-            for v in scope:
-                self.of[v][scope] = table
-        self.left = dict.fromkeys(range(len(problem.sizes)))
+            self._add(scope, table)
         self.trail: list[tuple[int, Scope, Prices]] = []
         self.computed = 0
         self._heap: dict[int, dict[int, None]] = {}
         self._rank: dict[int, int] = {}
         for v in self.left:
             self._note(v)
+
+    def _add(self, scope: Scope, table: Prices) -> None:
+        """Take a table over what is left of its variables: one with a single value would join all its neighbours."""
+        rest = tuple(v for v in scope if self.problem.sizes[v] > 1)
+        if len(rest) < len(scope):
+            table = self.tables.intern(table.reshape([self.problem.sizes[v] for v in rest]))
+        if rest:
+            known = self.of[rest[0]].get(rest)
+            if known is not None:
+                table = self.tables.intern(np.minimum(known + table, NEVER))
+            for v in rest:
+                self.of[v][rest] = table
 
     def _neighbours(self, v: int) -> Scope:
         return tuple(sorted({w for scope in self.of[v] for w in scope if w != v}))
@@ -162,8 +173,7 @@ class _Elimination:
         old = self._rank.get(v)
         if old is not None:
             self._heap[old].pop(v)
-        few = sum(self.problem.sizes[w] > 1 for w in around) < 3
-        rank = 0 if few and size <= _SMALL else size.bit_length()
+        rank = 0 if len(around) < 3 and size <= _SMALL else size.bit_length()
         self._rank[v] = rank
         self._heap.setdefault(rank, {})[v] = None
 
@@ -195,11 +205,7 @@ class _Elimination:
         for s in list(self.of[v]):
             for w in s:
                 self.of[w].pop(s)
-        if around:
-            known = self.of[around[0]].get(around)
-            made = least if known is None else self.tables.intern(np.minimum(known + least, NEVER))
-            for w in around:
-                self.of[w][around] = made
+        self._add(around, least)
         self._heap[self._rank.pop(v)].pop(v)
         del self.left[v]
         for w in around:
