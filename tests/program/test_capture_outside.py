@@ -342,3 +342,29 @@ def test_capture_writes_nothing_of_the_users(write: str, shape: tuple[int, ...])
     want = run(False)
     for got in mw.simulate(lambda: run(True), MESH):
         assert got == pytest.approx(want)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_count_in_a_closure_under_passes(merged: bool) -> None:
+    """Passes look at the program anew: it may write to tensors from outside of the model, once for each call."""
+    passes = ["data-parallel-optimization", *(["gradient-merge:k_steps=2"] if merged else [])]
+
+    def run() -> tuple[float, list[float]]:
+        torch.manual_seed(0)
+        count, model = torch.zeros(()), nn.Linear(6, 5)
+
+        def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                count.add_(1)
+            return count * model(x).square().mean()
+
+        optimizer, mesh = torch.optim.SGD(model.parameters(), lr=0.1), mw.Mesh({"dp": 2})
+        step = mw.compile_step(
+            model, loss, optimizer, torch.ones(4, 6), mesh=mesh, batch={"dp": mw.Shard(0)}, passes=passes
+        )
+        losses = [float(step(torch.ones(4, 6))) for _ in range(4)]
+        return count.item(), [a / b for a, b in zip(losses[1:], losses, strict=False)]
+
+    (count, ratios), _ = mw.simulate(run, mw.Mesh({"dp": 2}))
+    assert count == 4
+    assert not merged or ratios[0] == pytest.approx(2)  # no update between them

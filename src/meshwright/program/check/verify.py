@@ -39,6 +39,7 @@ _WRITERS = {
     "accumulator": set(ROLES),
     "reduced": set(ROLES),
     "batch": {"forward"},  # a model that writes to what it is given
+    "constant": {"forward", "recomputation"},  # tensors from outside of the model, which a step may write to
 }
 
 
