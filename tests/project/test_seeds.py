@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
+
+import pytest
 
 from tests.support import seeds
 
@@ -38,3 +41,15 @@ def test_each_point_can_be_broken() -> None:
         assert one.new != one.old
     left = asked - {one.asked for one in seeds.breaks()}
     assert not left, f"no way to break them is known: {left}"
+    others = Counter(one.asked for one in seeds.others())
+    assert not others.keys() - asked, "rows have other names"
+    assert not {name for name in asked if others[name] < 3}, "three ways to break each"
+
+
+def test_options_of_the_tool(capsys: pytest.CaptureFixture[str]) -> None:
+    assert seeds.main(["--help"]) == 0
+    assert "breaks a copy of the checkout" in capsys.readouterr().out
+    assert seeds.main(["--other"]) == 1
+    assert seeds.stale([seeds.Break("", "errors.py", "no such text", "")]) == [
+        ": src/meshwright/errors.py: 'no such text'"
+    ]

@@ -3,8 +3,8 @@
 ``python -m tests.support.seeds [WORDS...]`` breaks a copy of the checkout, row by row (those whose first cell has one
 of the words, or whose number is in a range such as ``1-20``), runs the row's tests in it and says which stay green.
 With ``--whole`` grids are whole; with ``--others`` only the breaks of ``OTHERS``: three for each row, chosen from its
-claim and the code without sight of its tests.  ``test_seeds.py`` compares the first table with the page and the code;
-breaks of the others whose text is no longer there are reported here.
+claim and the code without sight of its tests.  ``--stale`` runs nothing, and lists breaks whose text is no longer
+there.  ``test_seeds.py`` compares the first table with the page and the code, and the others with the page.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch.export  # noqa: F401
 
 PATIENCE = 150  # seconds
 OTHERS = ("partial", "rules", "data_parallel", "merge")  # modules ``breaks_*``, one for each part of the page
+OPTIONS = ("--others", "--stale", "--whole")
 ROOT = Path(__file__).parents[2]
 CODE = "src/meshwright/"
 COPIED = ("src", "tests", "conformance", "docs", "examples", "bench", "pyproject.toml", "README.md")
@@ -116,7 +117,9 @@ def verdict(folder: Path, tests: Sequence[str], *options: str) -> tuple[str, str
             del sys.modules[name]
         sys.dont_write_bytecode = True
         os._exit(
-            pytest.main([*(f"tests/{t}" for t in tests), "-x", "-q", "-p", "no:cacheprovider", "--tb=line", *options])
+            pytest.main(  # long ones too
+                [*(f"tests/{t}" for t in tests), "-x", "-q", "-m", "", "-p", "no:cacheprovider", "--tb=line", *options]
+            )
         )
     over = threading.Timer(PATIENCE, os.killpg, (child, signal.SIGTERM))  # a hang is red
     over.start()
@@ -145,9 +148,21 @@ def _picked(words: Sequence[str], number: int, row: Row) -> bool:
     return not words
 
 
+def stale(table: Sequence[Break]) -> list[str]:
+    """Breaks whose text is not in the code once, in words."""
+    return [f"{b.asked}: {b.path}: {b.old!r}" for b in table if (ROOT / b.path).read_text().count(b.old) != 1]
+
+
 def main(words: Sequence[str]) -> int:
     """Break what belongs to the rows with one of these words, or to all; how many stay green."""
+    if unknown := [w for w in words if w.startswith("-") and w not in OPTIONS]:
+        print(__doc__)
+        return len(set(unknown) - {"-h", "--help"})
     table = others() if "--others" in words else [*breaks(), *others()]
+    if "--stale" in words:
+        found = stale(table)
+        print("\n".join(found))
+        return len(found)
     options = [w for w in words if w == "--whole"]
     words = [w for w in words if not w.startswith("--")]
     counts: dict[str, int] = {}
