@@ -45,7 +45,7 @@ def test_a_record_has_op_line_bytes_and_reason():
         assert (repr(record.src), repr(record.dst)) == ("<x: Partial()>", "<x: Replicate()>")
         assert record.bytes == 2 * 3 / 4 * 8 * 6 * 8
         assert record.line == f"test_explain.py:{at}"
-        assert "a Partial value is reduced before relu" in record.reason
+        assert "a Partial value is reduced before relu (" in record.reason
         assert why.bytes == record.bytes
         assert why.counts.kinds == {"all_reduce": 1}
         with mw.explain() as gathered:
@@ -143,6 +143,15 @@ def test_several_axes_in_one_record():
 
     for records in on_ranks(run, GRID):
         assert [r.axes for r in records] == [("dp", "tp")]
+
+    def reduced_and_gathered():
+        with mw.explain() as why:
+            dist(ramp(8, 4), P, S0, mesh=GRID).sort(0)
+        return why.records
+
+    for (record,) in on_ranks(reduced_and_gathered, GRID):
+        assert "all_gather" in record.kinds
+        assert record.reason.startswith("a Partial value is reduced before sort (")
 
 
 # ------------------------------------------------------------------------------------------ explicit

@@ -147,7 +147,10 @@ def test_paddle_view():
     assert from_dims_mapping(TWO, [-1, 1, -1], {0: "SUM"}) == layout
     both = [mw.Shard(0), mw.Shard(0)]
     for axes in ([0, 1], [1, 0]):
-        assert from_dims_mapping(TWO, [axes, -1]) == mw.Layout(TWO, both, order={0: axes}, ndim=2)
+        layout = mw.Layout(TWO, both, order={0: axes}, ndim=2)
+        assert from_dims_mapping(TWO, [axes, -1]) == layout
+        with pytest.raises(LayoutError, match=r"cannot express .* dim 0 is split by 2 axes"):
+            layout.dims_mapping  # noqa: B018
 
 
 @given(mesh=meshes(), ndim=st.integers(0, 3), data=st.data())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -273,6 +274,14 @@ def test_what_is_scattered_alone_and_together() -> None:
     assert cause is not None
     assert (cause.op, info_of(sent).sync, checked_value(sent).shape) == ("gradients of p0 ... p1", "p0, p1", (16,))
     assert record.details["after"] == 1
+
+
+def test_records_of_what_is_fused_keep_what_travels_by_itself() -> None:
+    program = three()
+    both = ("all_reduce", "all_to_all")
+    program = replace(program, causes=tuple(replace(c, kinds=both) for c in program.causes))
+    made, _ = of(program, bucket_bytes=1000)
+    assert [c.kinds for c in made.causes] == [("all_to_all",)] * 3 + [("all_reduce",)]
 
 
 def test_sums_over_several_axes_are_said_to_be_joined() -> None:

@@ -85,6 +85,17 @@ def test_a_unit_at_once_while_the_one_before_computes() -> None:
     assert [c.bytes for c in made.causes[4:]] == [128.0] * 2, "of a rank: the row of the other one"
 
 
+def test_parameters_that_are_cut_along_columns() -> None:
+    w = Written({"a": 2})
+    stored = [w.given(f"p{i}", 3, 2) for i in range(2)]
+    made, counts = of(w, *(gather(w, p, p.name, dim=1, unit="u") for p in stored))
+    assert counts == (2, 1)
+    assert short(made) == [
+        "row = row([p0, p1], [0, 6], 12)", "start = start(row, 0, [12, 12], a)", "wait = wait(start)",
+        "cut = cut(wait, [3, 4], 1, 2, 0)", "cut_1 = cut(wait, [3, 4], 1, 2, 6)",
+    ]  # fmt: skip
+
+
 def test_a_unit_at_once_where_it_is_used() -> None:
     w = Written({"a": 2})
     made, counts = of(w, units(w), overlap=False)

@@ -28,6 +28,8 @@ from meshwright.ranks import runtime
 from meshwright.train.config import TrainConfig
 from meshwright.train.model import GPT, loss_of
 from meshwright.train.plan import plan_for
+from tests.support import by_hand as by_hand_steps
+from tests.support.by_hand import all_reduce
 from tests.support.processes import run_processes
 
 Tensor = torch.Tensor
@@ -175,6 +177,15 @@ def test_equals_the_whole_batch(
             assert "reduce_scatter" not in calls[0][1] or kind == "sp"
 
 
+def test_whole_sums_are_scattered_once_per_update() -> None:
+    axes, options = {"dp": 2}, {"fsdp": "dp"}
+    wanted = one_device(case_of("gpt", axes), "sgd", (2,), None)
+    passes = [GradientMerge(2, whole_sums=True)]
+    for found, calls in mw.simulate(lambda: merged(axes, "gpt", "sgd", (2,), 2, passes, options), mw.Mesh(axes)):
+        assert difference(found, wanted) < 1e-9
+        assert ["reduce_scatter" in kinds for _, kinds in calls] == [False, True]
+
+
 @pytest.mark.parametrize("weighted", ["yes", "no"])
 def test_what_is_left_over_is_a_mean_of_its_own(weighted: str) -> None:
     """An update from two of four micro-steps, in an optimizer that a factor on its gradients shows in."""
@@ -243,9 +254,10 @@ def test_one_step_is_the_identity() -> None:
 # -- the programs ----------------------------------------------------------------------------------------
 
 
-def static(k: int = 4, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+def static(k: int = 4, dtype: torch.dtype = torch.float64, training: bool = True, **options: Any) -> Any:
     """A step on simulated ranks, from inside one of them."""
     model, loss, data, layout, _ = gpt_case({"dp": 2}, dtype=dtype)
+    model.train(training)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     mesh = mw.Mesh({"dp": 2})
     options = {"passes": [GradientMerge(k)] if k else [], **layout, **options}
@@ -393,15 +405,21 @@ def test_sums_of_half_precision_gradients_are_float32() -> None:
 def test_evaluation_between_micro_steps() -> None:
     def run() -> Any:
         step, model, _, data = static(2)
-        other = static(2)
-        for s in (step, other[0]):
+        other, twin, _, _ = static(2, training=False)  # the user's own switch: the step trains
+        for s in (step, other):
             s(data(0, MICRO))
+        sums = [s.state_dict()["sums"] for s in (step, other)]
         a = step.eval()(data(5, MICRO)).item()
         step.train()
-        assert step.micro_step == 1
-        for s in (step, other[0]):
+        assert other.eval(data(5, MICRO)).item() == a
+        assert (other.training, twin.training) == (True, False)
+        for s, before in zip((step, other), sums, strict=True):
+            assert s.micro_step == 1
+            after = s.state_dict()["sums"]
+            assert before.keys() == after.keys()
+            assert all(torch.equal(t, after[n]) for n, t in before.items())
             s(data(1, MICRO))
-        assert same(model, other[1])
+        assert same(model, twin)
         return a
 
     assert mw.simulate(run, mw.Mesh({"dp": 2}))[0] > 0
@@ -441,15 +459,15 @@ def test_saved_in_mid_merge() -> None:
         step, model, optimizer, data = static(4)
         for i in range(6):
             step(data(i, MICRO))
-        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), step.state_dict()))
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict())), step.state_dict()
+        losses = [mw.unshard(step(data(i, MICRO))) for i in range(6, 12)]
         other, fresh, states, _ = static(4)
-        fresh.load_state_dict(saved[0])
-        states.load_state_dict(saved[1])
-        other.load_state_dict(saved[2])
+        fresh.load_state_dict(saved[0][0])
+        states.load_state_dict(saved[0][1])
+        other.load_state_dict(saved[1])  # which the steps in between have not written to
         assert other.micro_step == 2
-        for i in range(6, 12):
-            a, b = step(data(i, MICRO)), other(data(i, MICRO))
-            assert torch.equal(mw.unshard(a), mw.unshard(b))
+        for i, loss in enumerate(losses, 6):
+            assert torch.equal(mw.unshard(other(data(i, MICRO))), loss)
         return same(model, fresh)
 
     assert all(mw.simulate(run, mw.Mesh({"dp": 2})))
@@ -468,6 +486,8 @@ def test_states_that_do_not_fit() -> None:
             step.load_state_dict({**state, "sums": {}})
         with pytest.raises(ProgramError, match="layouts that it was saved on"):
             step.load_state_dict({**state, "sums": {n: t[:1] if t.ndim else t for n, t in state["sums"].items()}})
+        with pytest.raises(ProgramError, match=r"is torch.float32 of shape .* here it is torch.float64"):
+            step.load_state_dict({**state, "sums": {n: t.float() for n, t in state["sums"].items()}})
         with pytest.raises(DesyncError, match="micro-steps"):
             step.load_state_dict({**state, "micro_step": int(collective.group(step.mesh, (0,)).index)})
         assert step.micro_step == 1
@@ -522,6 +542,56 @@ def test_programs_that_cannot_be_merged() -> None:
 
 
 # -- steps by hand ---------------------------------------------------------------------------------------
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 2))
+
+
+def averaged(g: Tensor) -> Tensor:
+    g = g.clone()
+    all_reduce(g)
+    return g / 2
+
+
+def written(model: nn.Module, optimizer: Any, x: Tensor, how: str) -> Any:
+    """A step by hand, in several ways."""
+    loss = model(x).square().mean()
+    loss.backward()
+    for p in model.parameters() if how != "hooks" else ():
+        p.grad = averaged(p.grad)
+        if how == "batch":
+            p.grad *= x.mean()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    if how == "norm":
+        return loss.detach(), norm
+    return (model(x).sum() if how == "after" else loss).detach()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("norm", r"the result aux.0 is computed from gradients, which are complete in every 2th call only"),
+        ("after", r"test_gradient_merge.py:\d+ reads parameters behind an update of them in the same step"),
+        ("batch", r"the update reads batch.0, which only a micro-step has"),
+    ],
+)
+def test_steps_by_hand_that_cannot_be_merged(how: str, message: str) -> None:
+    case = by_hand_steps.Case(lambda *args: written(*args, how), two_layers, {"dp": 2})
+    with pytest.raises(PassError, match=message):
+        GradientMerge(2, weighted=False).apply(by_hand_steps.Captured(case).programs[0])
+
+
+def test_gradients_that_hooks_sum_are_summed_once_per_update() -> None:
+    def setup(model: nn.Module) -> None:
+        for p in model.parameters():
+            p.register_hook(averaged)
+
+    case = by_hand_steps.Case(lambda *args: written(*args, "hooks"), two_layers, {"dp": 2}, setup)
+    made, _ = GradientMerge(2, weighted=False).apply(by_hand_steps.Captured(case).programs[0])
+    assert (made.parts["accumulate"].kinds, made.kinds) == ({}, {"all_reduce": 4})
 
 
 class CNN(nn.Module):

@@ -268,9 +268,10 @@ def test_records_stay_on_the_step_and_are_explained(tmp_path: Path, caplog: pyte
 
 
 def test_the_given_program_stays_as_it_is(program: Program) -> None:
-    before = str(program)
-    PassManager(["data-parallel-optimization", "gradient-merge:k_steps=2,weighted=false"])(program)
-    assert str(program) == before
+    before, fused, merged = str(program), "data-parallel-optimization", "gradient-merge:k_steps=2,weighted=false"
+    for passes in ([fused], [merged], [fused, merged]):
+        assert str(PassManager(passes)(program)) != before
+        assert str(program) == before
 
 
 def test_a_pass_that_cannot_apply_is_named(program: Program) -> None:

@@ -256,6 +256,20 @@ def decayed_weights(model: nn.Module, x: Tensor, sync: Callable[[Grads], None]) 
     return loss
 
 
+def read_between(model: Any, x: Tensor, sync: Callable[[Grads], None]) -> Tensor:
+    """Sums of some gradients are used before the others exist, and again by the update."""
+    first, rest = grads(model)[4:], grads(model)[:4]
+    for p, g in zip(first, torch.autograd.grad(loss_of(model, x), first), strict=True):
+        p.grad = g
+    sync(first)
+    size = torch.stack([p.grad.norm() for p in first]).sum()
+    loss = loss_of(model, x * size)
+    for p, g in zip(rest, torch.autograd.grad(loss, rest), strict=True):
+        p.grad = g
+    sync(rest)
+    return loss
+
+
 def written_into_a_buffer(model: nn.Module, x: Tensor, sync: Callable[[Grads], None]) -> Tensor:
     loss = loss_of(model, x)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -404,6 +418,11 @@ def test_a_sum_is_under_way_during_a_backward_that_adds_to_it() -> None:
         (wait,) = (i for n, i in place.items() if n.target is collective.WAIT_OP)
         between = [n for n, i in place.items() if start < i < wait and info_of(n).role == "forward"]
         assert len(between) == 4, "the second forward"
+
+
+def test_sums_that_are_used_before_other_gradients_exist() -> None:
+    (fused, every) = checked(case(read_between, averaged), FUSE, ALL)
+    assert fused["after"] == every["after"] == 2
 
 
 @pytest.mark.parametrize("left_out", ["", "prune", "overlap", "fuse"])

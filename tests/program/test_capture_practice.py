@@ -58,7 +58,7 @@ def by_hand(model: Averaged, optimizer: Any, clip: str) -> Any:
 SCHEDULES = {
     "step": lambda o: StepLR(o, 1, 0.7),
     "cosine": lambda o: CosineAnnealingLR(o, 4),
-    "cycle": lambda o: OneCycleLR(o, 0.1, total_steps=8, cycle_momentum=False),
+    "cycle": lambda o: OneCycleLR(o, [0.1, 0.04], total_steps=8, cycle_momentum=False),
 }
 
 
@@ -72,7 +72,8 @@ def compared(clip: str, schedule: str, passes: list[Any], frozen: bool) -> float
 
     for captured in (False, True):
         model = Averaged()
-        optimizer = torch.optim.AdamW(model.net.parameters(), lr=0.05)
+        groups = [{"params": model.net[0].parameters()}, {"params": model.net[2].parameters(), "lr": 0.02}]
+        optimizer = torch.optim.AdamW(groups, lr=0.05)
         plan = SCHEDULES[schedule](optimizer)
         if frozen:
             model.net[0].requires_grad_(False)

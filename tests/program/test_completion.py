@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from typing import Any
 
@@ -109,6 +110,26 @@ def test_words_of_the_user_stay() -> None:
     built = gpt(said, batch=DP)
     assert of_blocks(built)["blocks.0.mlp.down.weight"].is_replicated()
     assert of_blocks(built)["blocks.0.mlp.up.bias"] == mw.Layout(MESH, {"tp": S(0)})
+    built = gpt(outputs={"blocks.0.mlp.up": {"tp": S(2)}}, batch=DP)
+    gelu = next(n for n in built.captured.graph.nodes if n.name.startswith("gelu"))
+    (origin,) = (o for o in built.completed.origins if o.value == str(gelu.args[0]))
+    assert origin.layout == mw.Layout(MESH, {"dp": S(0), "tp": S(2)}, ndim=3), "of other axes nothing was said"
+
+
+def test_words_that_contradict_each_other() -> None:
+    class Halves(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, b = super().forward(x).chunk(2, 1)
+            return (a * b).sum()
+
+    def said(**layouts: Any) -> Built:
+        return build(Halves(8, 16), None, None, torch.ones(4, 8), MESH, Plan(layouts, batch=DP))
+
+    half = next(n for n in said().captured.graph.nodes if n.target is operator.getitem)
+    pieces = str(half.args[0])  # of which the half is the first
+    for p in (S(0), R):
+        with pytest.raises(LayoutError, match=rf"contradiction: {half} .* on 'tp', but {pieces} .*: name one of them"):
+            said(**{pieces: {"tp": S(1)}, half.name: {"tp": p}})
 
 
 def test_origins_say_who_and_what_lost() -> None:

@@ -104,6 +104,7 @@ def test_joins_of_any_number_of_tensors(check):
         ("cat of three", lambda a, b: torch.cat([a, b, a * 2], 0), [x, z]),
         ("cat beside an empty vector", lambda a: torch.cat([a.new_zeros(0), a], 1), [x]),
         ("cat of vectors", lambda a, b: torch.cat([a, b, a]), [real(5), real(1)]),
+        ("cat with a row", lambda a, b: torch.cat([a, b]), [x, real(1, 3)]),
         ("stack", lambda a, b: torch.stack([a, b]), [x, y]),
         ("stack inside", lambda a, b: torch.stack([a, b], 1), [x, y]),
         ("stack at the end", lambda a, b: torch.stack([a, b], -1), [x, y]),

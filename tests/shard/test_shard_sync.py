@@ -15,6 +15,7 @@ from meshwright import collective
 from meshwright.errors import ShardError
 from meshwright.ranks import runtime
 from meshwright.shard.gradients.backward import Backward
+from meshwright.shard.gradients.buckets import Buckets
 from tests.support.shard_networks import TP, Net, batches, loss_of, net, same_values, trained
 
 Tensor = torch.Tensor
@@ -85,6 +86,34 @@ def test_small_buckets() -> None:
             same_values(model, one, grads=True)
             model.zero_grad()
         assert counts.kinds["all_reduce"] > 4
+
+    mw.simulate(fn, DP)
+
+
+def test_large_gradients_and_those_apart_travel_alone() -> None:
+    def fn() -> None:
+        model = mw.shard_module(net(), DP)
+        once(model, split(IDS, DP))  # which decides what gradients are
+        params: Any = list(model.parameters())
+        large = {i for i, p in enumerate(params) if p.numel() * p.element_size() >= 600}
+        assert 0 < len(large) < len(params)
+        small = min(set(range(len(params))) - large)
+        made = Buckets(params, range(len(params)), 600, {small}).buckets
+        alone = [b.members[0] for b in made if len(b.members) == 1]
+        assert large <= set(alone)
+        assert alone[-1] == made[-1].members[0] == small
+
+    mw.simulate(fn, DP)
+
+
+def test_a_bucket_without_one_of_its_gradients_is_sent_together() -> None:
+    def fn() -> None:
+        model = mw.shard_module(nn.ModuleList(nn.Linear(4, 4).double() for _ in range(3)), DP)
+        x = mw.shard_tensor(torch.ones(4, 4, dtype=torch.float64), DP, {"dp": mw.Shard(0)})
+        model[2](model[1](model[0](x))).square().mean().backward()
+        with collective.counting() as counts:
+            model[2](model[0](x)).square().mean().backward()
+        assert counts.kinds == {"all_reduce": 1}
 
     mw.simulate(fn, DP)
 

@@ -69,9 +69,12 @@ def test_in_place(name, p):
         same(run, (ramp(10, 4), p), (ramp(10, 4).flip(0).contiguous(), q))
 
 
+EVENS = torch.arange(40).view(10, 4) % 2 == 0
+
+
 @pytest.mark.parametrize(
     "fn", [lambda x, y: x.mul_(2.0), lambda x, y: x.add_(y), lambda x, y: x.neg_(), lambda x, y: x.zero_(),
-           lambda x, y: x.copy_(y), lambda x, y: x.sub_(y).div_(4.0)]
+           lambda x, y: x.copy_(y), lambda x, y: x.sub_(y).div_(4.0), lambda x, y: x.masked_fill_(EVENS, y[0, 0])]
 )  # fmt: skip
 def test_in_place_on_a_partial(fn):
     for q in WITH_PARTIAL:
