@@ -25,7 +25,7 @@ def forget_single_documents(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not ATTENTION or not isinstance(node.args[3], fx.Node):
             continue
-        ids = _value(node.args[3], made)
+        ids = value_from_numbers(node.args[3], made)
         if ids is None or node.args[4] or bool((ids != ids[..., :1]).any()):
             continue
         query, key, value, _, lengths, causal, window, *rest = node.args
@@ -41,7 +41,7 @@ def forget_single_documents(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _value(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
+def value_from_numbers(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
     """What a node gives that follows from numbers alone; None for any other."""
     waiting = [node]
     while waiting:

@@ -52,6 +52,7 @@ from .refusals import (
     refused,
     without_validation,
 )
+from .row_picks import pick_within_rows
 from .shared_export import Exported, pointer
 from .source_lines import check_returned, files_of, instead, line_of, naming_the_line, own_loss, refusal_at, used_by
 
@@ -230,6 +231,7 @@ def _exported(step: StepModule, model: nn.Module, batch: Any, leaves: Sequence[T
     _check_mapped(graph)
     copy_into_out(graph)
     forget_single_documents(graph)
+    pick_within_rows(graph)
     done = Exported(program, regions, fakes, tied, given, mode)
     # Where tracing changed the model, asked for the rank or left calls of the user's in the graph, each rank traces.
     own = asked or has_calls() or not {m for m, _ in step.assigned}.isdisjoint(step.modules())

@@ -22,9 +22,9 @@ def copy_into_out(graph: fx.Graph) -> None:
             continue
         given = [node.kwargs[k] for k in outs]
         with graph.inserting_before(node):
-            made = _called(node, plain, node.args, {k: a for k, a in node.kwargs.items() if k not in outs})
+            made = called(node, plain, node.args, {k: a for k, a in node.kwargs.items() if k not in outs})
             several = (
-                [made] if len(outs) == 1 else [_called(node, operator.getitem, (made, i)) for i, _ in enumerate(outs)]
+                [made] if len(outs) == 1 else [called(node, operator.getitem, (made, i)) for i, _ in enumerate(outs)]
             )
             for i, (target, value) in enumerate(zip(given, several, strict=True)):
                 if target.meta["val"].shape != value.meta["val"].shape:  # an empty one, which gets what there is
@@ -33,7 +33,7 @@ def copy_into_out(graph: fx.Graph) -> None:
                     later = set(list(graph.nodes)[at + 1 :])
                     target.replace_all_uses_with(value, delete_user_cb=later.__contains__)
                 else:
-                    _called(node, aten.copy_.default, (target, value))
+                    called(node, aten.copy_.default, (target, value))
         for user in list(node.users) if len(outs) > 1 else ():
             user.replace_all_uses_with(given[user.args[1]])
             graph.erase_node(user)
@@ -41,7 +41,7 @@ def copy_into_out(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _called(like: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
+def called(like: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
     """A call in the place of a node, and what it gives."""
     node = like.graph.call_function(target, args, kwargs)
     given = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -62,4 +62,4 @@ def _without_out(target: Any) -> tuple[Any, tuple[str, ...]]:
     return None, ()
 
 
-__all__ = ["copy_into_out"]
+__all__ = ["called", "copy_into_out"]
