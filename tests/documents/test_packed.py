@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import pickle
 import random
+import subprocess
+import sys
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +18,8 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.documents import tokens
+from meshwright.documents.fingerprints import fingerprint
 from meshwright.documents.packing import best_fit
 from meshwright.errors import DataError
 
@@ -93,13 +99,15 @@ def test_text_files_are_one_document_and_ends_are_put(tmp_path: Path) -> None:
     assert data.largest == 256
 
 
-def test_tokens_are_made_once_and_named_by_what_they_are_made_of(tmp_path: Path) -> None:
-    calls = []
+def words(text: str) -> list[int]:
+    return [len(word) for word in text.split()]
 
-    def words(text: str) -> list[int]:
-        calls.append(text)
-        return [len(word) for word in text.split()]
 
+def test_tokens_are_made_once_and_named_by_what_they_are_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, ids = list[Any](), tokens.Tokenizer.ids
+    monkeypatch.setattr(tokens.Tokenizer, "ids", lambda self, texts: calls.extend(texts) or ids(self, texts))
     path = written(tmp_path, ["a bb ccc", "dddd"])
     first = mw.Packed([path], words, length=4, folder=tmp_path)
     again = mw.Packed([path], words, length=4, folder=tmp_path)
@@ -113,6 +121,82 @@ def test_tokens_are_made_once_and_named_by_what_they_are_made_of(tmp_path: Path)
     assert mw.Packed([path], length=4, folder=tmp_path).digest != other.digest
     held = pickle.loads(pickle.dumps(mw.Packed([path], length=4, folder=tmp_path)))
     assert bytes(held[0]["input_ids"].tolist()) == b"a bb"
+
+
+class Table:
+    """A tokenizer that is an object."""
+
+    def __init__(self, ids: dict[str, int]) -> None:
+        self.ids, self.lock = ids, threading.Lock()
+
+    def __call__(self, text: str) -> list[int]:
+        return [self.ids[c] for c in text]
+
+    def encode(self, text: str) -> list[int]:
+        return self(text)
+
+
+def constant(k: int, text: str) -> list[int]:
+    return [k] * len(text)
+
+
+IDS: dict[str, int] = {}
+
+
+def from_global(text: str) -> list[int]:
+    return [IDS[c] for c in text]
+
+
+def from_closure(ids: dict[str, int]) -> Any:
+    return lambda text: [ids[c] for c in text]
+
+
+def cached(ids: torch.Tensor) -> Any:
+    @functools.cache
+    def one(c: str) -> int:
+        return int(ids["abcd".index(c)])
+
+    return lambda text: list(map(one, text))
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        Table,
+        lambda ids: Table(ids).encode,
+        lambda ids: functools.partial(constant, ids["a"]),
+        lambda ids: lambda text, k=ids["a"]: [k] * len(text),
+        lambda ids: IDS.update(ids) or from_global,
+        from_closure,
+        lambda ids: (lambda inner: lambda text: inner(text))(Table(ids)),
+        lambda ids: cached(torch.tensor([*ids.values()])),
+    ],
+)
+def test_tokens_are_of_the_tokenizer_that_is_given(tmp_path: Path, of: Any) -> None:
+    path = written(tmp_path, ["abcd"])
+    for first in (1, 11, 1):
+        ids = dict(zip("abcd", range(first, first + 4), strict=True))
+        tokenizer = of(ids)
+        data = mw.Packed([path], tokenizer, length=4, folder=tmp_path)
+        assert data[0]["input_ids"].tolist() == tokenizer("abcd")
+    assert len({path.name for path in tmp_path.glob("*.ids")}) == 2
+
+
+def test_fingerprints_are_those_of_other_processes() -> None:
+    """Sets and hashes of strings have another order in each."""
+    code = "from tests.documents.test_packed import *; from meshwright.documents.fingerprints import fingerprint as f; "
+    code += "print(f(Table({'a': {'u', 'v', 'w'}})), f(cached(torch.arange(4))), f(words), f(len))"
+    root = Path(__file__).parents[2]
+    made = {
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{root / 'src'}:{root}"},
+        ).stdout
+        for seed in "12"
+    }  # fmt: skip
+    assert len(made) == 1
+    with pytest.raises(DataError, match=r"generator cannot be read .*Give a function of plain values"):
+        fingerprint(i for i in range(3))
 
 
 def test_processes_share_files_out(tmp_path: Path) -> None:
@@ -203,6 +287,7 @@ def test_packed_loss_is_that_of_documents_one_by_one(tmp_path: Path, kind: str) 
         ("a.jsonl", '{"text": "a"}\n{"text"\n', r"a.jsonl, line 2 is no JSON"),
         ("a.jsonl", '{"body": "a"}\n', r"line 1 has no text under 'text' \(keys 'body'\)"),
         ("a.jsonl", "\n\n", "has no tokens"),
+        ("a.jsonl", '{"text": "ab\\ud800"}\n', r"no Unicode text, at 'ab\\\\ud800': mend or drop it"),
         ("a.txt", "", "is empty"),
         ("a.parquet", "x", "Parquet is not read"),
         ("", "", "is a folder"),

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from ..errors import DataError
+from .fingerprints import fingerprint
 from .reading import documents_of
 
 Tensor = torch.Tensor
-VERSION = "1"
+VERSION = "2"
 AT_ONCE = 1000  # documents given to a tokenizer in one call
 BYTES = 256
 _KINDS = {"B": torch.uint8, "H": torch.uint16, "i": torch.int32}  # codes of arrays to dtypes
@@ -69,11 +70,7 @@ def _described(tokenizer: Any) -> str:
     inner = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if hasattr(inner, "to_str"):
         return str(inner.to_str())
-    if hasattr(tokenizer, "get_vocab"):
-        return f"{type(tokenizer).__name__} {sorted(tokenizer.get_vocab().items())}"
-    code = getattr(tokenizer, "__code__", None)
-    name = getattr(tokenizer, "__qualname__", type(tokenizer).__qualname__)
-    return f"{name} {code.co_code.hex() if code else ''} {code.co_consts if code else ''}"
+    return fingerprint(tokenizer)
 
 
 @dataclass
@@ -195,6 +192,9 @@ def _tokenized(texts: list[str | bytes], tokenizer: Tokenizer, path: Path) -> li
         return tokenizer.ids(texts)
     except UnicodeDecodeError as error:
         raise DataError(f"data {path} is no UTF-8 ({error.reason} at byte {error.start}): convert it") from None
+    except UnicodeEncodeError as error:
+        text = error.object[max(error.start - 20, 0) : error.end].encode("unicode_escape").decode()
+        raise DataError(f"data {path} has a document that is no Unicode text, at {text!r}: mend or drop it") from None
 
 
 @contextlib.contextmanager
