@@ -266,3 +266,15 @@ def test_shapes_of_split_dims(check):
         ("squeeze", lambda a: a.squeeze(1).unsqueeze(0), [real(5, 1)]),
         ("uneven rows", lambda a: a.reshape(-1), [real(5, 3)]),
     )
+
+
+@pytest.mark.parametrize("op", ["cummax", "cummin", "max", "sort", "median", "mode"])
+def test_names_of_fields_are_there_where_a_part_is_empty(op):
+    def fn():
+        x = mw.shard_tensor(torch.arange(20.0).view(5, 4), mw.Mesh({"x": 4}), {"x": mw.Shard(0)})
+        made = getattr(x, op)(1)
+        return mw.unshard(made.values), mw.unshard(made.indices)
+
+    for made in mw.simulate(fn, mw.Mesh({"x": 4})):
+        whole = getattr(torch.arange(20.0).view(5, 4), op)(1)
+        assert all(map(torch.equal, made, whole))

@@ -133,7 +133,8 @@ def on_padded(ctx: Local, fn: LocalFn) -> LocalFn:
         made = fn(*positional, **{k: wider(a) for k, a in named.items()})
         if isinstance(made, Tensor):
             return part(made, shapes[0])
-        return tuple(part(t, shape) for t, shape in zip(made, shapes, strict=True))
+        parts = [part(t, shape) for t, shape in zip(made, shapes, strict=True)]
+        return type(made)(parts)  # with the names of its fields
 
     return run
 
