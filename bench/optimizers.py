@@ -1,15 +1,22 @@
-"""Optimizers and clipping on the parameters of four small blocks, beside the same on plain local tensors."""
+"""Optimizers and clipping on the parameters of four small blocks, beside the same on plain local tensors.
+
+Muon on sharded matrices, each whole at its owner, beside torch's on whole matrices in each of two processes.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn as nn
+
+import meshwright as mw
 
 from .block import CONTENDERS as BLOCKS
 from .block import DP, TP
-from .core import DTENSOR, LOCAL, OURS, Benchmark, Effort, Row, Samples, fake_group, interleave, ratios
+from .core import DTENSOR, LOCAL, OURS, Benchmark, Effort, Row, Samples, fake_group, interleave, ratio, ratios
 
 COPIES = 4
 TARGETS = {"AdamW, foreach": 1.05, "AdamW, fused": 1.1, "clip_grad_norm_": 1.5}
@@ -52,4 +59,41 @@ def rows(samples: Samples) -> Iterator[Row]:
         yield Row(f"{case} / plain local", found.pop(OURS), target, found)
 
 
-BENCHMARKS = [Benchmark("optimizers", "us", measure, rows)]
+def matrices(side: int) -> list[torch.Tensor]:
+    """Twenty-one, of three shapes."""
+    rng = torch.Generator().manual_seed(0)
+    shapes = [(side, side)] * 9 + [(side, 3 * side)] * 6 + [(3 * side, side)] * 6
+    return [torch.randn(*shape, generator=rng) for shape in shapes]
+
+
+def measure_muon(effort: Effort) -> Samples:
+    """CPU seconds of this process for a step, of both in turn."""
+    values = matrices(effort.pick(512, 128, 16))
+    mesh = mw.init_mesh({"dp": 2})
+    split = [nn.Parameter(mw.shard_tensor(v, mesh, {"dp": mw.Shard(0)})) for v in values]
+    held = {OURS: split, LOCAL: [nn.Parameter(v.clone()) for v in values]}
+    steps: dict[str, Callable[[], Any]] = {}
+    for name, params in held.items():
+        for p in params:
+            p.grad = p.detach().clone()
+        steps[name] = torch.optim.Muon(params).step
+        steps[name]()
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    rng = effort.rng()
+    for _ in range(effort.pick(5, 3, 2)):
+        for name in rng.sample(sorted(steps), len(steps)):
+            start = time.process_time()
+            steps[name]()
+            found[name].append(time.process_time() - start)
+    return {"Muon": found}
+
+
+def muon_rows(samples: Samples) -> Iterator[Row]:
+    """Beside torch's."""
+    yield Row("Muon, two processes / on whole matrices", ratio(samples, "Muon", OURS, LOCAL), 0.65)
+
+
+BENCHMARKS = [
+    Benchmark("optimizers", "us", measure, rows),
+    Benchmark("muon", "s", measure_muon, muon_rows, processes=2),
+]

@@ -14,6 +14,7 @@ import meshwright as mw
 from meshwright.explanation import explain_program
 from meshwright.program import Plan, build
 from meshwright.program.capture.ledger import Asked, ledger_of
+from tests.support.optimizers import Signs
 
 MESH = mw.Mesh({"dp": 2, "tp": 2, "one": 1})
 COLUMN, ROW = {"tp": mw.Shard(0)}, {"tp": mw.Shard(1)}
@@ -52,8 +53,8 @@ TP = {"layouts": {"up.*": COLUMN, "down.weight": ROW}}
         ({"layouts": {"*.bias": {"tp": mw.Replicate()}, "up.bias": COLUMN, "down.bias": COLUMN}}, "layouts",
          "'*.bias': {'tp': Replicate()}: WITHOUT EFFECT: later globs match all that it matches"),
         ({"layouts": {"up.weight": {"one": mw.Shard(0)}}}, "layouts", "WITHOUT EFFECT: the axis one has one rank"),
-        ({"elementwise": True}, "elementwise", "True: WITHOUT EFFECT: AdamW, of which that is known"),
-        ({"elementwise": True, "make": torch.optim.Adafactor}, "elementwise", "True: applied: Adafactor"),
+        ({"by": "element"}, "by", "'element': WITHOUT EFFECT: AdamW, of which that is known"),
+        ({"by": "element", "make": Signs}, "by", "'element': applied: Signs"),
         (BATCH, "batch", "{'dp': Shard(0)}: applied: 1: batch"),
         ({**BATCH, "layouts": {"batch": {"dp": mw.Shard(1)}}}, "batch", "WITHOUT EFFECT: layouts= says it of"),
         ({"inputs": {"up": {}}}, "inputs", "'up': {}: WITHOUT EFFECT: the step calls no such module that is given"),

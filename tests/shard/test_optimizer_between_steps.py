@@ -376,7 +376,7 @@ def test_methods_bound_to_the_optimizer_have_its_states(options: dict[str, Any],
     def run(way: str | None) -> list[torch.Tensor]:
         made = Run("own", way)
         if way is not None:
-            mw.shard_optimizer(made.opt, elementwise=True, **options)
+            mw.shard_optimizer(made.opt, by="element", **options)
         for _ in range(3):
             made.step()
             assert made.opt.update.__self__ is made.opt
@@ -395,7 +395,7 @@ def test_a_collection_that_asks_the_optimizer_itself_is_refused_where_states_are
         made.step()
         before = [mw.unshard(p) for p in made.params]
         replace_collection(made)
-        with pytest.raises(ShardError, match=r"AdamW._init_group was patched on the instance.*elementwise"):
+        with pytest.raises(ShardError, match=r"AdamW._init_group was patched on the instance.*by='element'"):
             made.step()
         torch.testing.assert_close([mw.unshard(p) for p in made.params], before, rtol=0, atol=0)
         made.opt.zero_grad()
@@ -429,7 +429,7 @@ def test_a_gradient_that_lies_otherwise_is_stepped_with_and_stays(kind: Any, how
             )
         opt: Any = kind([b, c], lr=0.1)
         if on_mesh:
-            opt = mw.shard_optimizer(opt, elementwise=True)
+            opt = mw.shard_optimizer(opt, by="element")
         for i in range(3):
             (b * values[2] + c * values[3] * (i + 1)).square().sum().backward()
             if how == "differentiable" and i:

@@ -19,9 +19,9 @@ TWO, FOUR = mw.Mesh({"dp": 2}), mw.Mesh({"dp": 2, "tp": 2})
 TP = {"0.*": {"tp": mw.Shard(0)}, "2.weight": {"tp": mw.Shard(1)}}
 WAYS: dict[str, tuple[mw.Mesh, dict[str, Any], dict[str, Any]]] = {
     "dp": (TWO, {}, {}),
-    "tp": (FOUR, {"layouts": TP}, {"elementwise": True}),
-    "zero-1": (TWO, {}, {"shard_states": "dp", "elementwise": True}),
-    "zero-3": (TWO, {"fsdp": "dp"}, {"elementwise": True}),
+    "tp": (FOUR, {"layouts": TP}, {"by": "element"}),
+    "zero-1": (TWO, {}, {"shard_states": "dp", "by": "element"}),
+    "zero-3": (TWO, {"fsdp": "dp"}, {"by": "element"}),
 }
 
 
@@ -223,14 +223,15 @@ def test_a_class_of_its_own_is_not_saved() -> None:
         mw.simulate(lambda: run(folder), TWO)
 
 
+@pytest.mark.filterwarnings("ignore:.*is an unknown optimizer class")
 @pytest.mark.parametrize("kind", [Scaled, Wrapped])
-def test_split_parameters_are_the_callers_word(kind: Any) -> None:
-    def asked() -> None:
+def test_without_a_word_split_parameters_are_updated_whole(kind: Any) -> None:
+    def run() -> list[torch.Tensor]:
         model = mw.shard_module(network(), FOUR, TP)
-        with pytest.raises(ShardError, match="not known to treat elements one by one"):
-            mw.shard_optimizer(kind(model.parameters()))
+        return train(FOUR, model, mw.shard_optimizer(kind(model.parameters())), 3)
 
-    mw.simulate(asked, FOUR)
+    for found in mw.simulate(run, FOUR):
+        torch.testing.assert_close(found, trained(kind, 3), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -253,15 +254,11 @@ def test_captured(way: str) -> None:
         model = network()
         if way == "dp":  # either way of saying it
             model = mw.shard_module(model, mesh)
-            opt = mw.shard_optimizer(Scaled(model.parameters()), elementwise=True)
+            opt = mw.shard_optimizer(Scaled(model.parameters()), by="element")
             step = capture(model, opt)
         else:
             opt = Scaled(model.parameters())
-            with pytest.raises(ShardError, match="not known to treat elements one by one"):
-                capture(model, opt, layouts=sharding.get("layouts"), **zero)
-            model = network()
-            opt = Scaled(model.parameters())
-            step = capture(model, opt, layouts=sharding.get("layouts"), elementwise=True, **zero)
+            step = capture(model, opt, layouts=sharding.get("layouts"), by="element", **zero)
         for x in batches(6):
             step(x)
         step.flush()

@@ -46,7 +46,8 @@ def made(
     opt = kind(model.parameters(), **options) if early else None
     mw.shard_module(model, mesh, given.pop("layouts", None), **given)
     opt = opt or kind(model.parameters(), **options)
-    return model, mw.shard_optimizer(opt, shard_states=over, elementwise=not kind.__module__.startswith("torch"))
+    by = None if kind.__module__.startswith("torch") else "element"
+    return model, mw.shard_optimizer(opt, shard_states=over, by=by)
 
 
 def backward(model: nn.Module, mesh: mw.Mesh, distributed: bool, scale: float = 1.0) -> Any:

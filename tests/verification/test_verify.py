@@ -170,10 +170,11 @@ class Heavy(torch.optim.Optimizer):
 @pytest.mark.parametrize(("said", "mixes"), [({}, False), ({"fsdp": "dp"}, False), ({}, True)])
 def test_an_optimizer_of_the_users_own_is_taken_by_its_word(said: dict[str, Any], mixes: bool) -> None:
     said = {"optimizer": lambda params: Heavy(params, mixes), **said}
-    with pytest.raises(ShardError, match=r"elementwise=True, to mw.shard_optimizer.*mw.compile_step or to mw.verify"):
-        verified(**said)
-    report = verified(elementwise=True, **said)
-    assert [(d.mode, d.op) for d in report.departures] == [(m, "optimizer.step") for m in ("eager", "captured")] * mixes
+    if mixes:
+        with pytest.raises(ShardError, match=r"by='element', but Heavy does not update shards.*Pass by='parameter'"):
+            verified(by="element", **said)
+    report = verified(by="parameter" if mixes else "element", **said)
+    assert not report.departures
 
 
 def test_the_load_brings_back_buffers_that_are_true_or_false() -> None:

@@ -295,15 +295,15 @@ def _states(
 ) -> dict[str, Any]:
     """The states of a parameter, with memory for their tensors: what is there, where that fits."""
     before = one.state.get(p, {})
-    if isinstance(p, DistTensor) and not builtin(one) and not binding.state_spec(p).layout.is_replicated():
+    if isinstance(p, DistTensor) and not (builtin(one) or binding.owns(p) or binding.replicates(p)):
         _per_element(made, one, p, entry)
 
     def get(key: str, name: str) -> Tensor:
         stored = made.manifest.tensors[name]
         spec = Spec(stored.shape, stored.dtype, Layout(made.mesh))
-        if isinstance(p, DistTensor) and stored.shape == p.spec.shape:
-            lies = binding.state_spec(p)
-            spec = Spec(stored.shape, stored.dtype, lies.layout)
+        owned = stored.ndim and isinstance(p, DistTensor) and (stored.shape == p.spec.shape or binding.owns(p))
+        if owned:
+            spec = Spec(stored.shape, stored.dtype, binding.state_spec(p).layout)
         held = before.get(key)
         if isinstance(held, Tensor) and _fits(held, spec):
             return made.fill(name, held)
@@ -311,7 +311,7 @@ def _states(
         here = made.mesh.coordinate(runtime.RT.rank)
         t = torch.empty(spec.local_shape(here), dtype=spec.dtype, device=p.device if on_device else "cpu")
         made.fill(name, t, spec)
-        return wrap(t, spec) if stored.ndim and isinstance(p, DistTensor) and stored.shape == p.spec.shape else t
+        return wrap(t, spec) if owned else t
 
     return {key: decoded(data, partial(get, key)) for key, data in entry.items()}
 

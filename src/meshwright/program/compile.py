@@ -87,7 +87,7 @@ class _OfDevice(CaptureSource):
             laid[name].__dict__[STORED] = replace(how, dtypes=None, unit="")  # what casts and gathers it is the program
         for part in parts_of(self.optimizer):
             self._follow(part)
-            shard_optimizer(part, **self.plan.optimizer_options())
+            shard_optimizer(part, **self.plan.optimizer_options(part))
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Have an optimizer hold the tensors that took the place of those of a model on the meta device."""
@@ -150,7 +150,7 @@ def compile_step(
     reshard_after_forward: bool = True,
     shard_states: Axes | None = None,
     offload_states: str | None = None,
-    elementwise: bool = False,
+    by: str | None = None,
     clip_grad_norm: float | None = None,
     gradients: bool = False,
     loss_scale: str | float | LossScale | None = None,
@@ -201,7 +201,8 @@ def compile_step(
             for backward. FSDP2: `reshard_after_forward`.
         shard_states: Axis or axes over which optimizer states, gradients and the update are sharded (ZeRO-1/2).
         offload_states: `"cpu"` keeps optimizer states and the update on the CPU.
-        elementwise: Declare an optimizer class of your own elementwise, so that it may run on shards.
+        by: What an update of an optimizer class of your own takes together: `"element"`, `"parameter"` or `"model"`
+            (see `shard_optimizer`).
 
     Args: Numerics
         precision: As for `shard_module`. Micro-batches accumulate in its `reduce`. FSDP2: `MixedPrecisionPolicy`.
@@ -262,7 +263,7 @@ def compile_step(
     plan = Plan(
         layouts={} if table is None else table, batch=batch, inputs=dict(inputs or {}), outputs=dict(outputs or {}),
         fsdp=fsdp, offload=offload, reshard_after_forward=reshard_after_forward, shard_states=shard_states,
-        offload_states=offload_states, elementwise=elementwise, clip_grad_norm=clip_grad_norm, gradients=gradients,
+        offload_states=offload_states, by=by, clip_grad_norm=clip_grad_norm, gradients=gradients,
         loss_scale=LossScale.of(loss_scale), precision=precision, strategies=strategies, stages=stages,
     )  # fmt: skip
     _check_prepared(model, trained, plan)

@@ -80,7 +80,7 @@ def verify(
         optimizer: Optimizer of the model's parameters; or a function that makes one from parameters, needed if it has
             step hooks.
         passes: Passes of the captured step.
-        **said: Further `compile_step` options: `batch`, `inputs`, `outputs`, `fsdp`, `shard_states`, `elementwise`,
+        **said: Further `compile_step` options: `batch`, `inputs`, `outputs`, `fsdp`, `shard_states`, `by`,
             `clip_grad_norm` and others.
 
     Args: How

@@ -150,7 +150,7 @@ class Task:
             one.model, self.mesh, self.eager_layouts, inputs=plan.inputs, outputs=plan.outputs,
             reshard_after_forward=plan.reshard_after_forward, **plan.options(),
         )  # fmt: skip
-        shard_optimizer(one.optimizer, **plan.optimizer_options())
+        shard_optimizer(one.optimizer, **plan.optimizer_options(one.optimizer))
         one.batch = self._laid()
         one.alone = partial(no_sync, one.model)
 

@@ -26,6 +26,7 @@ from ...passes.reshard_after_forward import ReshardAfterForward
 from ...passes.split_checkpoints import SplitCheckpoints
 from ...ranks import runtime
 from ...shard.modules.constraints import Inputs, Outputs, hooked
+from ...shard.optimizers.kinds import builtin
 from ...shard.parameters.made_for import check_made_for, planned_for
 from ...shard.parameters.names import Names, matching
 from ...shard.parameters.packing import whole_over
@@ -78,7 +79,7 @@ class Plan(Storage):
         offload_states: the states alone do, and the update is made there.
         stages: a mesh axis to the list of modules, or globs over names of modules, that say which stage has what; or to
             ``"auto"``.
-        elementwise: optimizers of classes of the user's own treat elements one by one.
+        by: what an update of an optimizer of the user's own class takes together.
         recompute: globs over names of modules whose calls are run again for the backward.
         made_for: what a plan was made for, which :func:`build` compares.
     """
@@ -96,7 +97,7 @@ class Plan(Storage):
     strategies: Mapping[str, Mapping[str, str]] | None = None
     offload_states: str | None = None
     stages: StagesGiven | None = None
-    elementwise: bool = False
+    by: str | None = None
     recompute: Sequence[str] = ()
     made_for: Mapping[str, str] = field(default_factory=dict)
 
@@ -121,9 +122,10 @@ class Plan(Storage):
             said["layouts"] = LayoutTable({}, lines, options={"recompute": list(self.recompute)})
         return said
 
-    def optimizer_options(self) -> dict[str, Any]:
-        """What ``shard_optimizer`` is told, by name."""
-        return {name: getattr(self, name) for name in ("shard_states", "offload_states", "elementwise")}
+    def optimizer_options(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Options of ``shard_optimizer``, by name."""
+        by = None if builtin(optimizer) else self.by
+        return {"shard_states": self.shard_states, "offload_states": self.offload_states, "by": by}
 
 
 @dataclass(frozen=True)

@@ -147,10 +147,10 @@ class _Ledger:
                 mine = states if option == "offload_states" else [i for i in states if self._cut(i, axes)]
                 why = f"{len(mine)} of {len(states)} states" if states else f"{kind} keeps no states; gradients follow"
                 yield Asked(option, repr(given), bool(mine or not states), why)
-        if self.plan.elementwise:
+        if self.plan.by is not None:
             own = [type(o).__name__ for o in parts_of(self.optimizer) if not reads_no_shapes(o)]
             known = f"{kind}, of which that is known" if self.optimizer is not None else "there is no optimizer"
-            yield Asked("elementwise", "True", bool(own), ", ".join(own) or known)
+            yield Asked("by", repr(self.plan.by), bool(own), ", ".join(own) or known)
 
     def _cut(self, given: Input, axes: Iterable[str]) -> bool:
         layout = None if given.spec is None else given.spec.layout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -23,6 +24,24 @@ def still(now: Iterable[Any], before: Sequence[Any]) -> bool:
 def same(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether they hold the same objects."""
     return len(a) == len(b) and still(a, b)
+
+
+def mapped(value: Any, fn: Callable[[Any], Any]) -> Any:
+    """Replace what is in (nested) containers, keys of dicts too.  The same object where nothing is replaced."""
+    kind = type(value)
+    if isinstance(value, dict):
+        pairs = [(mapped(k, fn), mapped(v, fn)) for k, v in value.items()]
+        if all(k is a and v is b for (k, v), (a, b) in zip(value.items(), pairs, strict=True)):
+            return value
+        made: dict[Any, Any] = defaultdict(value.default_factory) if isinstance(value, defaultdict) else {}
+        made.update(pairs)
+        return made
+    if kind not in (list, tuple, deque):
+        return fn(value)
+    items = [mapped(v, fn) for v in value]
+    if same(items, value):
+        return value
+    return deque(items, value.maxlen) if kind is deque else kind(items)
 
 
 class StateContents:
@@ -134,4 +153,4 @@ class GroupLists:
         return known if self.ready else noted if dense else partial(own, made)
 
 
-__all__ = ["GroupLists", "StateContents", "same", "still"]
+__all__ = ["GroupLists", "StateContents", "mapped", "same", "still"]

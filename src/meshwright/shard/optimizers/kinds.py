@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -11,8 +13,11 @@ import torch.optim.optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
 from ...errors import ShardError
+from ...local_tensor import bare
+from ...ranks import runtime
 from ...tensor import DistTensor
 from ..parameters.names import name_of
+from .probe import refuted
 
 Tensor = torch.Tensor
 
@@ -20,17 +25,16 @@ ELEMENTWISE = {
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 }  # fmt: skip
 HALVES = (torch.bfloat16, torch.float16)
-MIXING = {
-    "LBFGS": "takes dot products over all parameters",
-    "Muon": "orthogonalises whole matrices",
-    "Adafactor": "averages over whole rows and columns",
-    "SparseAdam": "expects sparse gradients",
-}
-
-
-def mixes(opt: Optimizer) -> bool:
-    """Whether its step takes together what several ranks may hold."""
-    return type(opt).__name__ in MIXING
+WORDS = ("element", "parameter", "model")  # what an update takes together, the smallest first
+KNOWN = {
+    **dict.fromkeys(ELEMENTWISE, "element"),
+    **dict.fromkeys(("Muon", "Adafactor"), "parameter"),
+    "LBFGS": "model",
+}  # PyTorch's
+USUAL = {
+    **dict.fromkeys(("Muon", "Adafactor", "Shampoo", "SOAP", "Lamb", "LAMB"), "parameter"),
+    "Prodigy": "model",
+}  # of others, by their usual names: the probe checks them
 
 
 def builtin(opt: Optimizer) -> bool:
@@ -59,33 +63,48 @@ def counts_writes(opt: Optimizer) -> bool:
     return not any(g.get("fused") for g in opt.param_groups)
 
 
-def check_class(opt: Optimizer, params: list[DistTensor], elementwise: bool, splits: bool = False) -> None:
-    """Refuse optimizers that mix elements, unless every rank holds all of them (and no states are split).
+def word_of(opt: Optimizer, params: Sequence[DistTensor], by: str | None) -> str:
+    """What an update takes together: "element", "parameter" or "model".
+
+    Args:
+        by: what the user says of a class that is not known.
 
     Raises:
-        ShardError: with the reason.
+        ShardError: If the class is known, or seen, to take more together.
     """
-    kind, known = type(opt), builtin(opt)
-    if elementwise or reads_no_shapes(opt):
-        return
-    split = next((p for p in params if not p._spec.layout.is_replicated()), None)
-    if kind.__name__ == "SparseAdam" and known:
+    kind, name = type(opt), type(opt).__name__
+    if name == "SparseAdam" and builtin(opt):
         raise ShardError("SparseAdam expects sparse gradients, which distributed parameters do not have: use Adam")
-    if split is None and not splits:
+    known = KNOWN.get(name) if builtin(opt) else None
+    if known is None and by is None and name in USUAL:
+        known = USUAL[name] if not refuted(opt, USUAL[name]) else "model"
+    if known is not None:
+        if by is not None and WORDS.index(by) < WORDS.index(known):
+            raise ShardError(f"shard_optimizer: by={by!r}, but {name} updates by {known!r}. Leave by= out")
+        return by or known
+    if by is None:
+        _warn_unknown(kind, params)
+    elif why := refuted(opt, by):
+        raise ShardError(f"shard_optimizer: by={by!r}, but {name} {why}. Pass by={WORDS[WORDS.index(by) + 1]!r}")
+    return by or "model"
+
+
+def _warn_unknown(kind: Any, params: Sequence[DistTensor]) -> None:
+    """Warn of what a class costs whose updates are made on whole parameters on each rank."""
+    split = [p for p in params if not p._spec.layout.is_replicated()]
+    if not split or kind in _WARNED:
         return
-    where = (
-        f"{name_of(split)} lies as {split._spec.layout!r}" if split is not None else "shard_states splits its states"
+    _WARNED.add(kind)
+    lack = sum(p._spec.nbytes - bare(p).nbytes for p in split)
+    warnings.warn(
+        f"{kind.__name__} is an unknown optimizer class: each rank updates all parameters whole. Each step receives "
+        f"{2 * lack} bytes (parameters, gradients), holds as many more, and states are not sharded. Pass by='element' "
+        "or by='parameter' to mw.shard_optimizer, mw.compile_step or mw.verify if its update takes no more together",
+        stacklevel=runtime.users_level(),
     )
-    if known and kind.__name__ in MIXING:
-        raise ShardError(
-            f"{kind.__name__} {MIXING[kind.__name__]}, which a rank cannot do with its part alone "
-            f"({where}): replicate "
-            "these parameters, or use an elementwise optimizer such as AdamW"
-        )
-    raise ShardError(
-        f"{kind.__name__} is not known to treat elements one by one, and {where}: if it does, say so with "
-        "elementwise=True, to mw.shard_optimizer(optimizer, ...) in eager steps, to mw.compile_step or to mw.verify"
-    )
+
+
+_WARNED: set[Any] = set()
 
 
 @cache
@@ -162,12 +181,12 @@ def _torchs(f: Any) -> bool:
 
 __all__ = [
     "ELEMENTWISE",
+    "WORDS",
     "builtin",
-    "check_class",
     "check_fused",
     "counts_writes",
     "forgets",
     "hooks_of",
-    "mixes",
     "own_work",
+    "word_of",
 ]

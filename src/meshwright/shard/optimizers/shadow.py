@@ -21,7 +21,8 @@ from torch.optim.optimizer import Optimizer
 from ...errors import ShardError
 from ...local_tensor import PLAIN, Aliases, is_sparse, plain_of, plain_of_all, set_grad
 from ...tensor import DistTensor
-from .collected import GroupLists, StateContents, still
+from .collected import GroupLists, StateContents, mapped, still
+from .owners import Wholes
 from .states import Chunks
 
 Tensor = torch.Tensor
@@ -69,6 +70,7 @@ class Shadow:
 
     def __init__(self, opt: Optimizer, chunks: Chunks | None) -> None:
         self.opt, self.chunks = opt, chunks
+        self.wholes = chunks if isinstance(chunks, Wholes) else None
         kind: Any = type(opt)
         self.made: Any = object.__new__(kind if chunks is not None else _asking(kind))
         self.groups: list[dict[str, Any]] = []
@@ -108,7 +110,8 @@ class Shadow:
         listed = [islice(stand_ins, len(g["params"])) for g in opt.param_groups]
         self.groups[:] = [{**g, "params": list(own)} for g, own in zip(opt.param_groups, listed, strict=True)]
         self.methods = {} if self.chunks is None else self._methods()  # PyTorch's own have none
-        own = {**opt.__dict__, **self.methods, "param_groups": self.groups, "state": self.state}
+        groups = self.groups if self.wholes is None else self._owned()
+        own = {**opt.__dict__, **self.methods, "param_groups": groups, "state": self.state}
         self.made.__dict__ = own
         self.asked = self.chunks is not None
         try:
@@ -133,9 +136,22 @@ class Shadow:
         if "_init_group" in self.opt.__dict__.keys() - found:
             raise ShardError(
                 f"shard_optimizer: {type(self.opt).__name__}._init_group was patched on the instance, which fails "
-                "with shard_states and offload_states. Override it in a subclass and pass elementwise=True."
+                "with shard_states and offload_states. Override it in a subclass and pass by='element'."
             )
         return found
+
+    def _owned(self) -> list[dict[str, Any]]:
+        """The groups that have parameters which are updated here, with these alone; attributes name them too."""
+        assert self.wholes is not None
+        at = iter(zip(self.params, self.stand_ins, strict=True))
+        for group, real in zip(self.groups, self.opt.param_groups, strict=True):
+            pairs = list(islice(at, len(real["params"])))
+            group["params"] = [own for p, own in pairs if self.wholes.has(p)]
+        of = {id(p): own for p, own in zip(self.params, self.stand_ins, strict=True)}
+        for k, v in self.opt.__dict__.items():
+            if k not in _OWN and (own := mapped(v, lambda t: of.get(id(t), t))) is not v:
+                self.methods[k] = own
+        return [g for g in self.groups if g["params"]]
 
     def in_place(self) -> bool:
         """Whether all that is seen as plain has the memory that it had."""
@@ -158,7 +174,10 @@ class Shadow:
         of = dict(zip(map(id, params), self.stand_ins, strict=True))
         for p, entry in self.opt.state.items():
             stand_in = of.get(id(p), p)
-            self.state[stand_in] = entry if stand_in is p else {k: self._alias(v) for k, v in entry.items()}
+            if self.wholes is None:
+                self.state[stand_in] = entry if stand_in is p else {k: self._alias(v) for k, v in entry.items()}
+            elif self.wholes.has(p):
+                self.state[stand_in] = {k: mapped(v, self._alias) for k, v in entry.items()}
 
     def _stand_in(self, p: Tensor, own: Mapping[int, Tensor]) -> Tensor:
         if id(p) in own:
@@ -186,7 +205,7 @@ class Shadow:
             del opt.__dict__[k]
         made = [k for k, v in self.methods.items() if left.get(k) is v]
         opt.__dict__.update({k: v for k, v in left.items() if k not in _OWN and k not in made})
-        if not self.asked or self.after.still(self.state):
+        if self.wholes is None and (not self.asked or self.after.still(self.state)):
             return False
         of = dict(zip(map(id, self.stand_ins), self.params, strict=True))
         for stand_in, entry in self.state.items():
@@ -194,12 +213,15 @@ class Shadow:
             if p is stand_in:
                 opt.state[p] = entry
             else:
-                held = {k: self.real.get(id(v), v) for k, v in entry.items()}
+                held = {k: mapped(v, self._real) for k, v in entry.items()}
                 kept = opt.state.setdefault(p, entry)
                 kept.clear()
                 kept.update(held)
         self.stale = True
         return True
+
+    def _real(self, value: Any) -> Any:
+        return self.real.get(id(value), value)
 
     def updated(self, everything: bool) -> list[DistTensor]:
         """The parameters whose chunks a step has updated.
