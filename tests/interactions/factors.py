@@ -78,6 +78,8 @@ UPDATES: dict[str, dict[str, Any]] = {
     "AdamW": {"kind": "AdamW"},
     "AdamW, clipped": {"kind": "AdamW", "clip": 0.05},
     "RMSprop": {"kind": "RMSprop"},
+    "Lamb": {"kind": "Lamb"},  # each parameter whole at one rank
+    "Prodigy": {"kind": "Prodigy"},  # all parameters whole on each rank
     "two optimizers": {"kind": "SGD", "two": True},
     "made before": {"kind": "AdamW", "before": True},  # than the model is on the mesh, and not sharded by itself
     "scheduled": {"kind": "SGD", "scheduled": True},

@@ -120,6 +120,12 @@ _NO_RULE = "limits.md", "Ops without a rule, custom autograd Functions, that row
 _NO_LOSS_OF_ROWS = "pipeline.md", "a loss that is no weighted mean of those of micro-batches"
 REFUSED = [
     Refusal(
+        {"update": "Prodigy", "storage": "shard_states"},
+        "updates the whole model together",
+        "gradients.md",
+        'with `"model"` it raises',
+    ),
+    Refusal(
         {"mode": "eager", "context": "reentrant checkpoint"},
         "reentrant checkpoints do so",
         "limits.md",

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
+from tests.support import optimizers as owned
 
 from .blocks import BLOCKS, TOKENS, WIDTH, Linear
 from .factors import LENGTHS, MESHES, MICRO, MODES, PRECISIONS, ROWS, SECOND, UPDATES, Case
@@ -255,6 +256,8 @@ def optimizers(made: Case, model: nn.Module) -> list[torch.optim.Optimizer]:
     parts = [params[::2], params[1::2]] if how.get("two") else [params]
     if how["kind"] == "SGD":
         return [torch.optim.SGD(p, lr=0.1, momentum=how.get("momentum", 0.0)) for p in parts]
+    if how["kind"] in ("Lamb", "Prodigy"):
+        return [getattr(owned, how["kind"])(p) for p in parts]
     return [getattr(torch.optim, how["kind"])(p, lr=0.02, eps=1e-3) for p in parts]
 
 

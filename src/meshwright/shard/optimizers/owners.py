@@ -100,7 +100,7 @@ class Wholes(Chunks):
         with torch.no_grad(), disabled():
             for p in params:
                 g = p.grad
-                if g is None and not (everything and (p.requires_grad or self.by == "model")):
+                if g is None and self.by != "model" and not (everything and p.requires_grad):
                     continue
                 self.active.append(p)
                 here, (home, me) = p._spec.layout.is_replicated(), self._places(p)

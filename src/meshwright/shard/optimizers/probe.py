@@ -56,7 +56,7 @@ class _Coded(Exception):
 def _sides(opt: Optimizer, by: str) -> tuple[Side | None, Side | None]:
     """What comes of stand-ins together, and one by one."""
     seeds = torch.Generator().manual_seed(0)
-    shapes = [_shapes(g["params"]) for g in opt.param_groups]
+    shapes = [_shapes(g["params"], by == "element") for g in opt.param_groups]
     drawn = lambda shape: torch.randn(shape, generator=seeds, dtype=torch.float64)  # noqa: E731
     values = [[drawn(s) for s in of] for of in shapes]
     steps = min(_LONGEST, 2 + max((v for g in opt.param_groups for v in g.values() if type(v) is int), default=1))
@@ -65,14 +65,14 @@ def _sides(opt: Optimizer, by: str) -> tuple[Side | None, Side | None]:
     if not any(values):
         return None, None
     if by == "element":
-        halves = lambda t: t.flatten().tensor_split(2) if t.ndim < 2 else t.tensor_split(2, t.ndim - 1)  # noqa: E731
-        join = lambda a, b, t: torch.cat([a, b]).view(t.shape) if t.ndim < 2 else torch.cat([a, b], t.ndim - 1)  # noqa: E731
+        longest = lambda t: max(range(t.ndim), key=t.shape.__getitem__)  # noqa: E731
+        halves = lambda t: t.tensor_split(2, longest(t))  # noqa: E731
         parts = [[[halves(v)[k] for v in of] for of in values] for k in (0, 1)]
         (a, read), (b, other) = (
             _run(opt, parts[k], [[[halves(g)[k] for g in of] for of in step] for step in grads]) for k in (0, 1)
         )
         flat = [v for of in values for v in of]
-        joined = [(join(x, y, v), v) for (x, _), (y, _), v in zip(a, b, flat, strict=True)]
+        joined = [(torch.cat([x, y], longest(v)), v) for (x, _), (y, _), v in zip(a, b, flat, strict=True)]
         return _run(opt, values, grads), (joined, read | other)
     single: list[tuple[Tensor, Tensor]] = []
     for place in ((i, k) for i, of in enumerate(values) for k in range(len(of))):
@@ -81,12 +81,16 @@ def _sides(opt: Optimizer, by: str) -> tuple[Side | None, Side | None]:
     return _run(opt, values, grads), (single, set())
 
 
-def _shapes(params: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """Shapes of stand-ins: small ones of as many dims as the parameters have, two of each."""
+def _shapes(params: Sequence[Tensor], split: bool) -> list[tuple[int, ...]]:
+    """Shapes of stand-ins: small ones of as many dims as the parameters have, two of each.
+
+    Args:
+        split: only of those that can be.
+    """
     found: dict[int, list[tuple[int, ...]]] = {}
     for p in params:
         of = found.setdefault(p.ndim, [])
-        if len(of) < 2:
+        if len(of) < 2 and (not split or max(p.shape, default=0) > 1):
             of.append(tuple(min(n, _LARGEST - len(of)) for n in p.shape))
     return [shape for of in found.values() for shape in of]
 
