@@ -154,6 +154,48 @@ def test_twenty_captured_steps(kind: str, mesh: mw.Mesh) -> None:
         assert max(mw.simulate(lambda said=said: run(said), mesh)) <= 1e-12
 
 
+@pytest.mark.parametrize("said", [{"shard_states": "dp"}, {"offload_states": "cpu"}, {"clip_grad_norm": 0.1}], ids=str)
+@pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
+def test_options_of_captured_steps(kind: str, said: dict[str, Any]) -> None:
+    mesh, one = MESHES["dp=2,tp=2"], net()
+    opts = KINDS[kind](one)
+    for x in data(3):
+        for opt in opts:
+            opt.zero_grad()
+        loss_of(one, x).backward()
+        if "clip_grad_norm" in said:
+            nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+        for opt in opts:
+            opt.step()
+    want = {k: v.detach() for k, v in one.state_dict().items()}
+
+    def run() -> float:
+        model = net()
+        more: dict[str, Any] = {"layouts": TP, "batch": {"dp": mw.Shard(0)}, **said}
+        step = mw.compile_step(model, loss_of, KINDS[kind](model), data(1)[0], mesh=mesh, **more)
+        with mw.explain() as why:
+            for x in data(3):
+                step(x)
+        assert why.counts.kinds["exchange_rows"] == 6
+        return off(model, want)
+
+    assert max(mw.simulate(run, mesh)) <= 1e-12
+
+
+def test_a_step_by_hand_and_one_of_stages() -> None:
+    mesh, want = mw.Mesh({"pp": 2}), one_device(own(Lamb), 3)
+
+    def stages() -> float:
+        model = net()
+        more: Any = {"stages": {"pp": {"up": 0, "down": 1, "out": 1}}}
+        step = mw.compile_step(model, loss_of, Lamb(model.parameters()), data(1)[0], mesh=mesh, **more)
+        for x in data(3):
+            step(x)
+        return off(model, want)
+
+    assert max(mw.simulate(stages, mesh)) <= 1e-12
+
+
 @pytest.mark.parametrize("how", ["fsdp", "shard_states", "offload", "offload_states"])
 @pytest.mark.parametrize("kind", ["Muon", "Adafactor", "Lamb", "Shampoo", "Prodigy"])
 def test_storage(kind: str, how: str) -> None:

@@ -20,8 +20,10 @@ from torch.optim.optimizer import Optimizer
 from ... import torch_changes
 from ...dispatch import disabled, refresh, write_through
 from ...errors import ShardError, takes
+from ...layout import At
+from ...local_tensor import bare
 from ...ranks import runtime
-from ...tensor import DistTensor, call_enabled
+from ...tensor import DistTensor, call_enabled, wrap
 from ..parameters.host import check_device
 from ..parameters.stored import Axes
 from .binding import OptimizerBinding
@@ -69,6 +71,22 @@ def _remade(said: dict[str, Any], make: Any, *args: Any) -> Any:
 )
 def _keep_options(original: Any, name: str) -> Any:
     return _with_options
+
+
+@torch_changes.replace(
+    "torch.optim.Optimizer._process_value_according_to_param_policy",
+    why="load_state_dict casts states where they are: an op would gather what one rank alone has",
+)
+def _cast_at_owners(original: Any, name: str) -> Any:
+    @functools.wraps(original)
+    def cast(param: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(value, DistTensor) or not any(isinstance(p, At) for p in value._spec.layout.placements):
+            return original(param, value, *args, **kwargs)
+        with torch.no_grad(), disabled():
+            made = original(param, bare(value), *args, **kwargs)
+        return wrap(made, value._spec.with_(dtype=made.dtype))
+
+    return staticmethod(cast)
 
 
 def _on_locals(own: Callable[..., Any]) -> Callable[..., Any]:

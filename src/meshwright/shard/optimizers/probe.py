@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...compat import TorchDispatchMode
 from ...dispatch import disabled
 from .collected import mapped
 

@@ -174,8 +174,10 @@ class Shadow:
         of = dict(zip(map(id, params), self.stand_ins, strict=True))
         for p, entry in self.opt.state.items():
             stand_in = of.get(id(p), p)
-            if self.wholes is None:
-                self.state[stand_in] = entry if stand_in is p else {k: self._alias(v) for k, v in entry.items()}
+            if stand_in is p:
+                self.state[p] = entry
+            elif self.wholes is None:
+                self.state[stand_in] = {k: self._alias(v) for k, v in entry.items()}
             elif self.wholes.has(p):
                 self.state[stand_in] = {k: mapped(v, self._alias) for k, v in entry.items()}
 
