@@ -508,20 +508,25 @@ def test_a_step_by_hand_with_gradient_merge() -> None:
 
 @pytest.mark.long
 def test_work_is_linear_in_the_layers() -> None:
-    def calls(layers: int) -> int:
+    def made(layers: int) -> Program:
         cfg = TrainConfig(mesh=(("dp", 2),), layers=layers, hidden=32, heads=2, seq=8, batch=4)
         model, mesh = GPT(cfg, "meta"), mw.Mesh({"dp": 2})
         batch = (torch.zeros(4, 8, dtype=torch.long),) * 2
         plan = Plan(batch={"dp": mw.Shard(0)})
-        program = build(
+        return build(
             model, lambda m, b: loss_of(m, *b), torch.optim.AdamW(model.parameters()), batch, mesh, plan
         ).program
+
+    def calls(program: Program, size: Any) -> int:
         with cProfile.Profile() as counted:
-            PassManager(["data-parallel-optimization:bucket_bytes=20000"]).run(program)
+            PassManager([DataParallelOptimization(bucket_bytes=size)]).run(program)
         return int(pstats.Stats(counted).total_calls)  # type: ignore[attr-defined]
 
-    few, many = calls(6), calls(24)
-    assert many < 5 * few
+    listed = [made(layers) for layers in (6, 12, 24)]
+    for size in (20000, "auto"):
+        calls(listed[0], size)  # what is looked up once
+        few, some, many = (calls(program, size) for program in listed)
+        assert many - some < 1.03 * 2 * (some - few)
 
 
 class Head(nn.Module):

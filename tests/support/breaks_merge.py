@@ -92,7 +92,7 @@ OTHERS = [
      "1.0"),
     ("Precision aligned with the large batch", "passes/gradient_merge.py",
      "total = added = self._added(self.graph, s.node, s.place, None if early else self.end)",
-     "total = added = self._added(self.graph, s.node, s.place, None if early else self.end)\n            total = s.place"),
+     "total = added = self._added(self.graph, s.node, s.place, None if early else self.end)\n            total = s.node"),
     ("Precision aligned with the large batch", "passes/gradient_merge.py",
      "        self.scaled = self._divided(self.graph, [s.place for s in self.sums], end)",
      "        self.scaled = self._divided(self.graph, [s.place for s in self.sums[:-1]], end)"),
