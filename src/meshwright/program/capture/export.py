@@ -40,6 +40,7 @@ from .autograd_functions import Kept, functions_as_ops, has_calls
 from .checkpoint_calls import Regions
 from .constant_documents import forget_single_documents
 from .fakes import replaced
+from .flat_linear import keep_dims_apart
 from .free_variables import Assigned, Place, attribute, buffers_written, forget_attributes, noting_attributes, places
 from .out_arguments import copy_into_out
 from .refusals import (
@@ -232,6 +233,7 @@ def _exported(step: StepModule, model: nn.Module, batch: Any, leaves: Sequence[T
     copy_into_out(graph)
     forget_single_documents(graph)
     pick_within_rows(graph)
+    keep_dims_apart(graph)
     done = Exported(program, regions, fakes, tied, given, mode)
     # Where tracing changed the model, asked for the rank or left calls of the user's in the graph, each rank traces.
     own = asked or has_calls() or not {m for m, _ in step.assigned}.isdisjoint(step.modules())
