@@ -97,6 +97,10 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "HigherOrderOperator": ("torch._ops.HigherOrderOperator", "captured programs"),
     "is_any_autocast_enabled": ("torch._C._is_any_autocast_enabled", "autocast"),
     "is_torch_function_enabled": ("torch._C._is_torch_function_enabled", "whether a call is one of ours on locals"),
+    "is_torch_function_mode_enabled": (
+        "torch._C._is_torch_function_mode_enabled",
+        "reads of .data under function modes",
+    ),
     "jit_builtins": ("torch.jit._builtins", "TorchScript beside replaced functions"),
     "jit_get_schemas_for_operator": ("torch._C._jit_get_schemas_for_operator", "signatures of ops"),
     "len_torch_dispatch_stack": ("torch._C._len_torch_dispatch_stack", "dispatch modes of users"),

@@ -73,3 +73,127 @@ def test_an_averaged_model(multi: Any) -> None:
         torch.testing.assert_close(difference, torch.zeros(4, 4))
     with pytest.raises((DispatchError, RuntimeError), match="meta"):
         mw.simulate(lambda: run(False), PAIR)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.scale = nn.Parameter(torch.ones(4, 4))
+
+
+META = {"device": "meta"}
+
+
+def _in_place(write: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def run(model: Any) -> None:
+        with torch.no_grad():
+            write(model)
+
+    return run
+
+
+def _average(model: Any) -> None:
+    average = AveragedModel(model)
+    average.update_parameters(model)
+    model.linear = average.module.linear
+
+
+OUTSIDE: dict[str, Callable[[Any], Any]] = {
+    "data.copy_": lambda m: m.linear.weight.data.copy_(torch.ones(4, 4)),
+    "data.fill_ of what no op wrote": lambda m: m.scale.data.fill_(3.0),
+    "data[0] =": lambda m: m.linear.weight.data.__setitem__(0, 3.0),
+    "data of views": lambda m: m.linear.weight.data.view(-1)[2:].mul_(3.0),
+    "data of a buffer": lambda m: m.norm.running_mean.data.fill_(3.0),
+    "data read before": lambda m: m.held.fill_(3.0),
+    "foreach of data": lambda m: torch._foreach_mul_([p.data for p in m.parameters()], 3.0),
+    "out=data": lambda m: torch.add(m.scale.data, 1, out=m.linear.weight.data),
+    "data =": lambda m: setattr(m.linear.weight, "data", torch.ones(4, 4, **META)),
+    "data = data * 3": lambda m: setattr(m.linear.weight, "data", m.linear.weight.data * 3),
+    "data of a buffer =": lambda m: setattr(m.norm.running_mean, "data", torch.ones(4, **META)),
+    "vector_to_parameters": lambda m: nn.utils.vector_to_parameters(torch.ones(20, **META), m.linear.parameters()),
+    "trunc_normal_": lambda m: nn.init.trunc_normal_(m.linear.weight),
+    "orthogonal_": lambda m: nn.init.orthogonal_(m.linear.weight.data),
+    "a new parameter": lambda m: setattr(m.linear, "weight", nn.Parameter(torch.ones(4, 4, **META))),
+    "a new buffer": lambda m: setattr(m.norm, "running_mean", torch.ones(4, **META)),
+    "swap_tensors": lambda m: torch.utils.swap_tensors(m.linear.weight, nn.Parameter(torch.ones(4, 4, **META))),
+    "set_": _in_place(lambda m: m.linear.weight.set_(torch.ones(4, 4, **META))),
+    "a copy, and a write to it": lambda m: (
+        setattr(m, "linear", copy.deepcopy(m.linear)),
+        m.linear.weight.data.fill_(3.0),
+    ),
+    "a write, and a conversion": lambda m: (m.linear.weight.data.fill_(3.0), m.half()),
+    "an average": _average,
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_writes_outside_of_the_context(name: str) -> None:
+    """One device has these values: where nothing recorded them they would be lost."""
+
+    def build(recorded: bool) -> Any:
+        with torch.device("meta"):
+            model = Net() if recorded else None
+        if model is None:
+            model = nn.Module()
+            model.linear, model.norm = nn.Linear(4, 4, **META), nn.BatchNorm1d(4, **META)
+            model.__dict__["scale"] = model.linear.weight
+        model.__dict__["held"] = model.linear.weight.data
+        return model
+
+    def run(recorded: bool) -> None:
+        model = build(recorded)
+        OUTSIDE[name](model)
+        mw.shard_module(model, PAIR)
+
+    with pytest.raises(ShardError, match=r"(linear\.weight|scale|running_mean) (was written to|got values) .* outside"):
+        mw.simulate(lambda: run(True), PAIR)
+    if name not in ("a write, and a conversion", "an average"):  # these write as often as reset_parameters()
+        with pytest.warns(UserWarning, match=r"(linear|running_mean).* got values from reset_parameters"):
+            mw.simulate(lambda: run(False), PAIR)
+
+
+def test_data_inside_of_the_context() -> None:
+    def write(model: Any) -> None:
+        model.linear.weight.data.fill_(3.0)
+        model.linear.bias.data = torch.full((4,), 2.0)
+        model.norm.weight.data = model.scale.data[0] * 5
+        nn.init.trunc_normal_(model.scale.data, std=0.5)
+
+    torch.manual_seed(0)
+    want = Net()
+    write(want)
+
+    def run(later: bool) -> None:
+        with torch.device("meta"):
+            model = Net()
+            write(model)
+        model.double()
+        if later:
+            model.linear.bias.data.add_(1.0)
+        torch.manual_seed(0)
+        mw.shard_module(model, PAIR, {"scale": {"dp": mw.Shard(0)}})
+        for name, t in model.state_dict().items():
+            assert torch.equal(mw.unshard(t), want.state_dict()[name].to(t.dtype)), name
+
+    mw.simulate(lambda: run(False), PAIR)
+    with pytest.raises(ShardError, match=r"linear\.bias was written to"):
+        mw.simulate(lambda: run(True), PAIR)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_two_parameters_of_one_memory(device: str) -> None:
+    """One device changes both when an optimizer changes one; as two shards they would not."""
+
+    def run(tie: Callable[[Any], Any]) -> None:
+        with torch.device(device):
+            model = Net()
+            tie(model)
+        mw.shard_module(model, PAIR)
+
+    mw.simulate(lambda: run(lambda m: setattr(m, "scale", m.linear.weight)), PAIR)
+    mw.simulate(lambda: run(lambda m: setattr(m.norm, "running_mean", m.norm.running_var)), PAIR)
+    parts = lambda m: nn.utils.vector_to_parameters(torch.ones(44), m.parameters())  # noqa: E731
+    mw.simulate(lambda: run(parts), PAIR)
+    with pytest.raises(ShardError, match=r"scale and linear\.weight are two tensors of one memory"):
+        mw.simulate(lambda: run(lambda m: setattr(m.linear.weight, "data", m.scale.data)), PAIR)

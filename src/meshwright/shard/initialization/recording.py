@@ -25,7 +25,7 @@ from ...local_tensor import storage_of
 from . import libraries
 
 Tensor = torch.Tensor
-_KINDS = (Tensor, nn.Parameter, nn.Buffer)
+KINDS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class Recording:
         number: of recordings, in the order in which they began.
         start, end: states of the default generators around the first replay, by device.
         failed: initialisations that raised on the meta device, with what they raised.
+        lost: memory that was written to where nothing is recorded, and what was computed from it.
     """
 
     entries: list[RecordedCall] = field(default_factory=list)
@@ -91,6 +92,7 @@ class Recording:
     drawn: Tensor | None = None  # state of the default generator at the last random call
     pruned: int = 0
     failed: list[str] = field(default_factory=list)
+    lost: set[int] = field(default_factory=set)
     joined: Recording | None = None  # the one that goes on with it
 
     def current(self) -> Recording:
@@ -104,8 +106,13 @@ class Recording:
             first.entries += then.entries
             first.versions |= then.versions
             first.failed += then.failed
+            first.lost |= then.lost
             then.joined, then.entries = first, []
         return first
+
+    def has_all_of(self, t: Tensor, memory: int) -> bool:
+        """Whether all writes to a tensor were recorded."""
+        return memory not in self.lost and t._version <= self.versions.get(memory, 0)
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Enter a call that has run."""
@@ -122,6 +129,7 @@ class Recording:
     def _enter(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> None:
         written = [t for t in _written(func, args, kwargs) if t.is_meta]
         reads = frozenset(_MEMORY.known(t, self).memory for t in given if t.is_meta)
+        self.lost.update(m for t in given if t.is_meta and not self.has_all_of(t, m := _MEMORY.known(t, self).memory))
         outputs = tuple(_MEMORY.known(t, self) for t in made if t.is_meta)
         makes = frozenset(r.memory for r in outputs) - reads
         if not (makes or written or outputs):
@@ -130,8 +138,8 @@ class Recording:
         for t in written:
             at = _MEMORY.known(t, self).memory
             self.versions[at] = max(self.versions.get(at, 0), t._version + (func not in INITIALISERS))
-        for at in makes:  # `.data` may be set to it, of a tensor that was written to as often as what it was made from
-            self.versions[at] = max((self.versions.get(m, 0) for m in reads), default=0)
+        if not self.lost.isdisjoint(reads):
+            self.lost |= makes | writes
         random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or func in INITIALISERS
         seed = self._reseeded() if random else None
         kept = self._kept(args), self._kept(kwargs)
@@ -192,6 +200,10 @@ class _Memory:
             self._found[storage._cdata] = (_weak(storage), number, into)
         return _ref(t, number)
 
+    def lose(self, t: Tensor, into: Recording) -> None:
+        """Note that ``t`` has values that no recording has."""
+        into.lost.add(self.known(t, into).memory)
+
     def find(self, t: Tensor) -> tuple[Ref, Recording] | None:
         """The reference of a meta tensor and its recording; None where nothing is known of it."""
         found = self._found.get(storage_of(t))
@@ -217,13 +229,13 @@ def _ref(t: Tensor, memory: int) -> Ref:
 
 
 _MEMORY = _Memory()
-recorded = _MEMORY.find
+recorded, lose = _MEMORY.find, _MEMORY.lose
 
 
 def _plain_tensors(a: Any) -> list[Tensor] | None:
     """The tensors of arguments or results; None where one is more than a plain tensor."""
     found = [t for t in tree_leaves(a) if isinstance(t, Tensor)]
-    return found if all(type(t) in _KINDS and t.layout is torch.strided for t in found) else None
+    return found if all(type(t) in KINDS and t.layout is torch.strided for t in found) else None
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -239,7 +251,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [t for t in tree_leaves(into) if isinstance(t, Tensor)]
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """Notes the ATen ops of one function."""
 
     def __init__(self, into: Recording) -> None:
@@ -291,7 +303,7 @@ def _recording(original: Any, name: str) -> Any:
     def noted(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.device.type != "meta" or _STATE.busy or compat.len_torch_dispatch_stack():
             return original(self, func, types, args, kwargs)
-        if any(t not in _KINDS for t in types):
+        if any(t not in KINDS for t in types):
             return original(self, func, types, args, kwargs)
         with unrecorded():
             if libraries.import_integrations() and libraries.is_loading():
@@ -304,7 +316,7 @@ def _recording(original: Any, name: str) -> Any:
             return original(self, func, types, args, kwargs)
         with unrecorded():
             try:
-                with _Recorder(into):
+                with Recorder(into):
                     out = original(self, func, types, args, dict(kwargs or {}))
             except NotImplementedError as error:
                 # Whoever catches it, as register_parametrization does, goes on with other values than one device.
@@ -365,7 +377,7 @@ def _note_values(into: Recording, func: Any, args: Any, kwargs: Any, out: Tensor
         into.note(torch.ops.aten._to_copy.default, (value,), {"dtype": out.dtype, "device": out.device}, out)
 
 
-class _Initialisers(TorchFunctionMode):
+class Initialisers(TorchFunctionMode):
     """Notes the functions of ``torch.nn.init`` that skip meta tensors."""
 
     def __init__(self, into: Recording) -> None:
@@ -384,12 +396,11 @@ def recording_outside(module: nn.Module) -> Iterator[None]:
     found = None
     if not _STATE.busy and not compat.len_torch_dispatch_stack():
         held = (t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
-        first = next((t for t in held if type(t) in _KINDS and t.is_meta), None)
-        found = None if first is None else recorded(first)
+        found = next((r for t in held if type(t) in KINDS and t.is_meta and (r := recorded(t))), None)
     if found is None:
         yield
         return
-    with unrecorded(), _Recorder(found[1]), _Initialisers(found[1]):
+    with unrecorded(), Recorder(found[1]), Initialisers(found[1]):
         yield
 
 
@@ -415,16 +426,16 @@ def _recording_after(original: Any, name: str) -> Any:
 def _recording_copies(original: Any, name: str) -> Any:
     @functools.wraps(original)
     def copied(self: Any, memo: Any) -> Any:
-        known = recorded(self) if type(self) in _KINDS and self.is_meta and not _STATE.busy else None
+        known = recorded(self) if type(self) in KINDS and self.is_meta and not _STATE.busy else None
         if known is None or compat.len_torch_dispatch_stack():
             return original(self, memo)
-        with unrecorded(), _Recorder(known[1]):
+        with unrecorded(), Recorder(known[1]):
             return original(self, memo)
 
     return copied
 
 
 __all__ = [
-    *("INITIALISERS", "Constant", "RecordedCall", "Recording", "Ref"),
-    *("needed", "recorded", "recording_now", "unrecorded"),
+    *("INITIALISERS", "Constant", "Initialisers", "RecordedCall", "Recording", "Ref"),
+    *("KINDS", "Recorder", "lose", "needed", "recorded", "recording_now", "unrecorded"),
 ]

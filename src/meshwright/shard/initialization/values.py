@@ -63,11 +63,12 @@ def origins_of(tensors: Mapping[str, Tensor]) -> dict[str, ValueOrigin]:
         if not t.is_meta:
             continue
         known = recorded(t)
-        if known is None or not _complete(known[1], known[0].memory):
+        complete = known is not None and _complete(known[1], known[0].memory)
+        if known is None or (not complete and known[0].memory not in known[1].lost):
             found[name] = ValueOrigin(None, None, t._version)
             continue
         ref, recording = known
-        if t._version > recording.versions.get(ref.memory, 0):
+        if not recording.has_all_of(t, ref.memory):
             raise ShardError(
                 f'shard_module: {name} was written to on the meta device outside of `with torch.device("meta")`, where '
                 "nothing is recorded. Do it inside, with model.apply(fn), or after shard_module."
@@ -158,7 +159,7 @@ def give_values(model: nn.Module, names: Names, origins: Mapping[str, ValueOrigi
             init(model)
     elif init is None:
         _reset(model, left)
-        _warn_of_lost(left, origins, before)
+        _refuse_lost(left, origins, before)
     nothing = [n for n, t in left.items() if t._version == before[n] and t.numel()]
     if nothing:
         of = {n: type(names.places(n)[0][0]).__name__ for n in nothing}
@@ -272,16 +273,33 @@ def construction_order(model: nn.Module) -> Iterable[nn.Module]:
     return list(found.values())
 
 
-def _warn_of_lost(left: Mapping[str, Tensor], origins: Mapping[str, ValueOrigin], before: Mapping[str, int]) -> None:
-    """A constructor wrote more often than reset_parameters(): what it did besides is not done again."""
-    lost = [n for n, t in left.items() if t._version > before[n] and origins[n].version > t._version - before[n]]
-    if lost:
-        warnings.warn(
-            f"shard_module: {', '.join(lost[:8])}{' and others' if lost[8:] else ''} got values from "
-            "reset_parameters(), and the constructor, which was not recorded, wrote more to them (such as "
-            'self.apply(init)): build the model under `with torch.device("meta")` after mw.init_mesh, or pass init=fn',
-            stacklevel=runtime.users_level(),
+def _refuse_lost(left: Mapping[str, Tensor], origins: Mapping[str, ValueOrigin], before: Mapping[str, int]) -> None:
+    """Say of which tensors the values are lost that they had before reset_parameters() wrote to them.
+
+    Their constructor was not recorded, and wrote more often than reset_parameters(), or made them with their values.
+
+    Raises:
+        ShardError: for a model of which another part was recorded.
+    """
+    lost = [
+        n
+        for n, t in left.items()
+        if t._version > before[n] and not 0 < origins[n].version <= t._version - before[n]
+    ]  # fmt: skip
+    if not lost:
+        return
+    named = f"{', '.join(lost[:8])}{' and others' if lost[8:] else ''}"
+    if any(o.recording is not None for o in origins.values()):
+        raise ShardError(
+            f'shard_module: {named} got values on the meta device outside of `with torch.device("meta")`, where '
+            "nothing is recorded. Do it inside, or after shard_module, or pass init=fn."
         )
+    warnings.warn(
+        f"shard_module: {named} got values from reset_parameters(), and what else wrote to them on the meta device was "
+        "not recorded (such as self.apply(init), or a parameter that was made anew): build the model under "
+        '`with torch.device("meta")` after mw.init_mesh, or pass init=fn',
+        stacklevel=runtime.users_level(),
+    )
 
 
 # ---------------------------------------------------------------------------------------------- values that are loaded

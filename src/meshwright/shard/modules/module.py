@@ -15,7 +15,7 @@ from ...collective import Fact, together
 from ...dispatch import disabled
 from ...errors import LayoutError, MeshwrightError, ShardError, takes
 from ...layout import Layout, LayoutTable, Placements, Spec, read_layouts
-from ...local_tensor import bare
+from ...local_tensor import bare, storage_of
 from ...mesh import Mesh
 from ...ranks import runtime
 from ...rules import COMPOSITES
@@ -189,6 +189,7 @@ def _laid(
         kept = storage.records(names, mesh, plan, casts.dtypes)
         _check_kept(names, storage, casts.dtypes)
         _check_scripted(names, plan)
+        _check_memory(names, plan)
         hooks = [hooked(modules, globs, what) for what, globs in constraints.items()]
         origins = origins_of(names.tensors)
         facts += [*facts_of(names, plan, origins), *(Fact(f"precision {part!r}") for part in casts.parts())]
@@ -200,6 +201,21 @@ def _laid(
         for module, constraint in found:
             kind(mesh, constraint).attach(module)
     return names, kept, origins
+
+
+def _check_memory(names: Names, plan: Mapping[str, Spec]) -> None:
+    """Raises ShardError for tensors of one memory that would get memory of their own, and follow each other no more."""
+    seen: dict[tuple[int, int], str] = {}
+    for name, t in names.tensors.items():
+        if isinstance(t, DistTensor) or not t.numel():
+            continue
+        other = seen.setdefault((storage_of(t), int(t.storage_offset())), name)
+        if other != name and not plan.keys().isdisjoint((name, other)):
+            raise ShardError(
+                f"shard_module: {other} and {name} are two tensors of one memory, and would not follow each other any "
+                "more. Assign the parameter itself to both modules (head.weight = embedding.weight; Transformers: "
+                "model.tie_weights()), or a clone."
+            )
 
 
 def _check_scripted(names: Names, plan: Mapping[str, Spec]) -> None:
@@ -312,6 +328,7 @@ def lay_module(
             have = t._spec.layout if isinstance(t, DistTensor) else spec.layout
             if have != spec.layout:
                 raise ShardError(f"{name} is sharded already, as {have!r}, and the program needs {spec.layout!r}")
+        _check_memory(names, plan)
         origins = origins_of(names.tensors)
         facts += facts_of(names, plan, origins)
     for name in specs:
