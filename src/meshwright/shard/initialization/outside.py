@@ -70,8 +70,10 @@ def _note_set(t: Tensor, value: Tensor, before: tuple[Ref, Recording] | None) ->
     if known is not None and known[1].has_all_of(value, known[0].memory):
         versions, at = known[1].versions, known[0].memory
         versions[at] = max(versions.get(at, 0), t._version)  # t goes on with its own counter
-    elif recorders or before is not None:
-        lose(t, recorders[-1].into.current() if recorders else before[1])
+    elif recorders:
+        lose(t, recorders[-1].into.current())
+    elif before is not None:
+        lose(t, before[1])
     elif not _STATE.converts:
         increment_version(t)
 
