@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch.autograd.graph import increment_version
 
 from ... import compat, torch_changes
-from .recording import INITIALISERS, KINDS, Initialisers, Recorder, Recording, Ref, lose, recorded, recording_now
+from .recording import INITIALISERS, KINDS, Initialisers, OpRecorder, Recording, Ref, lose, recorded, recording_now
 
 Tensor = torch.Tensor
 
@@ -30,10 +30,10 @@ class _State(threading.local):
 _STATE = _State()
 
 
-def _recorders() -> list[Recorder] | None:
+def _recorders() -> list[OpRecorder] | None:
     """The recorders among dispatch modes; None where there are other modes."""
     modes = [compat.get_dispatch_stack_at(i) for i in range(compat.len_torch_dispatch_stack())]
-    found = [m for m in modes if isinstance(m, Recorder)]
+    found = [m for m in modes if isinstance(m, OpRecorder)]
     return found if len(found) == len(modes) else None
 
 

@@ -251,7 +251,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [t for t in tree_leaves(into) if isinstance(t, Tensor)]
 
 
-class Recorder(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):
     """Notes the ATen ops of one function."""
 
     def __init__(self, into: Recording) -> None:
@@ -316,7 +316,7 @@ def _recording(original: Any, name: str) -> Any:
             return original(self, func, types, args, kwargs)
         with unrecorded():
             try:
-                with Recorder(into):
+                with OpRecorder(into):
                     out = original(self, func, types, args, dict(kwargs or {}))
             except NotImplementedError as error:
                 # Whoever catches it, as register_parametrization does, goes on with other values than one device.
@@ -400,7 +400,7 @@ def recording_outside(module: nn.Module) -> Iterator[None]:
     if found is None:
         yield
         return
-    with unrecorded(), Recorder(found[1]), Initialisers(found[1]):
+    with unrecorded(), OpRecorder(found[1]), Initialisers(found[1]):
         yield
 
 
@@ -429,7 +429,7 @@ def _recording_copies(original: Any, name: str) -> Any:
         known = recorded(self) if type(self) in KINDS and self.is_meta and not _STATE.busy else None
         if known is None or compat.len_torch_dispatch_stack():
             return original(self, memo)
-        with unrecorded(), Recorder(known[1]):
+        with unrecorded(), OpRecorder(known[1]):
             return original(self, memo)
 
     return copied
@@ -437,5 +437,5 @@ def _recording_copies(original: Any, name: str) -> Any:
 
 __all__ = [
     *("INITIALISERS", "Constant", "Initialisers", "RecordedCall", "Recording", "Ref"),
-    *("KINDS", "Recorder", "lose", "needed", "recorded", "recording_now", "unrecorded"),
+    *("KINDS", "OpRecorder", "lose", "needed", "recorded", "recording_now", "unrecorded"),
 ]
