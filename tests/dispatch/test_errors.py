@@ -68,6 +68,11 @@ def test_two_meshes_in_one_call():
         "arguments lie on different meshes",
     )
     assert "mw.shard_tensor(mw.unshard(x), mesh, placements)" in text
+    other = mw.Mesh({"dp": 4, "tp": 1})  # of the same axes
+    refused(
+        lambda: dist(ramp(4, 4), S0, R, mesh=GRID) + dist(ramp(4, 4), S0, R, mesh=other),
+        LayoutError, "arguments lie on different meshes", GRID,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------ ops
@@ -158,6 +163,10 @@ def test_a_rule_that_lies_about_its_shapes(custom):
     text = refused(lambda: torch.ops.habits.double(dist(ramp(8, 4), R)), RuleError, "says its outputs have shapes")
     assert "habits::double" in text
     assert "[(8,)], the op gives [(8, 4)]: correct the rule" in text
+    RULES.pop("habits::double")
+    custom("habits::double")(lambda x: notation("a b -> b a", x))
+    text = refused(lambda: torch.ops.habits.double(dist(ramp(8, 4), R)), RuleError, "says its outputs have shapes")
+    assert "[(4, 8)], the op gives [(8, 4)]: correct the rule" in text
 
 
 def test_a_rule_whose_local_shapes_are_wrong(custom):
@@ -195,9 +204,14 @@ def test_a_rule_that_fails_or_misses_tensors(custom):
     refused(lambda: torch.ops.habits.double(dist(ramp(8, 4), R)), RuleError, "has no '->'")
 
 
-def test_a_second_rule_for_one_op():
+def test_a_second_rule_for_one_op(custom):
+    from meshwright.rules import notation
+
     with pytest.raises(RuleError, match="'linear' has a rule already"):
         mw.rule("linear")(lambda *args: None)
+    custom("habits::double")(lambda x: notation("a b -> a b", x))
+    with pytest.raises(RuleError, match="'habits::double' has a rule already"):
+        mw.rule("habits::double")(lambda *args: None)
 
 
 def test_an_op_without_a_rule_is_no_error():

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import meshwright as mw
 from meshwright import collective
 from meshwright.ranks import runtime
+from meshwright.strategy_selection import search
 from tests.support.compare import FOUR, GRID, S0, S1, P, R, laid, on_ranks, plain, ramp, same
 
 X, Y = ramp(8, 4), ramp(8, 4).flip(0).contiguous() + 0.5
@@ -643,6 +644,27 @@ def test_a_partner_without_a_gradient_costs_nothing(name, frozen):
     for got in on_ranks(run):
         for t, expected in zip(got, (made, gx, gx, gc, gx, gc), strict=True):
             torch.testing.assert_close(t, expected)
+
+
+def test_what_is_chosen_beside_a_constant_and_beside_a_weight(monkeypatch):
+    """A choice that holds in all sizes is kept for such partners alone; and on two axes, of which one moves."""
+    monkeypatch.setattr(search, "VERIFY", True)  # what is known is compared with a search
+    t = ramp(12, 4)
+
+    def run():
+        for fn in BESIDE.values():
+            for graded in (False, True):
+                fn(dist(t.clone().requires_grad_(), P), dist(t + 0.5, R).requires_grad_(graded))
+
+    def on_two_axes():
+        x, c = dist(t.clone().requires_grad_(), P, S0, mesh=GRID), dist(t + 0.5, R, S1, mesh=GRID)
+        with collective.counting() as counts:
+            made = x * c
+        assert made.placements[0] == P
+        assert set(counts.bytes_by_axes) == {("tp",)}
+
+    on_ranks(run)
+    on_ranks(on_two_axes, GRID)
 
 
 class Rotated(torch.nn.Module):
