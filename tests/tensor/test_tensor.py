@@ -892,3 +892,20 @@ def test_slices_bounded_by_tensors(name, kind):
     for reads in on_ranks(run):
         assert len(set(reads)) == 1, reads
         assert kind == "parts" or not any(reads)
+
+
+def test_a_tensor_that_was_computed_keeps_its_gradients():
+    mesh = mw.Mesh({"x": 2})
+
+    def run():
+        x = torch.arange(4.0, requires_grad=True)
+        with pytest.raises(LayoutError, match=r"was computed \(MulBackward0\) .* say mw.from_local\(t, mesh, \{\}\)"):
+            mw.shard_tensor(x * 2, mesh, {"x": mw.Shard(0)})
+        y = mw.reshard(mw.from_local(x * 2, mesh, {}), {"x": mw.Shard(0)})
+        (y * y).sum().backward()
+        with torch.no_grad():
+            assert not mw.shard_tensor(x * 2, mesh, {}).requires_grad
+        return x.grad
+
+    for grad in mw.simulate(run, mesh):
+        assert torch.equal(grad, 8 * torch.arange(4.0))

@@ -147,7 +147,7 @@ def shard_tensor(t: Tensor, mesh: Mesh, placements: Placements, *, order: Any = 
         A leaf that holds a copy of this rank's shard. It requires grad if `t` does.
 
     Raises:
-        LayoutError: If a dim does not exist.
+        LayoutError: If a dim does not exist, or `t` is no leaf of autograd.
         DesyncError: If ranks pass different shapes, placements or values.
 
     Examples:
@@ -165,6 +165,12 @@ def shard_tensor(t: Tensor, mesh: Mesh, placements: Placements, *, order: Any = 
     """
     if isinstance(t, DistTensor):
         raise LayoutError("shard_tensor takes a plain tensor; mw.reshard changes the layout of a DistTensor")
+    if t.grad_fn is not None:
+        raise LayoutError(
+            f"shard_tensor: the tensor of shape {tuple(t.shape)} was computed ({t.grad_fn.name()}) from others that "
+            "need gradients, and a leaf would cut them off: say mw.from_local(t, mesh, {}) and mw.reshard it, or "
+            "give t.detach()"
+        )
     spec = _spec_for(t.shape, t.dtype, mesh, placements, order)
     if check:
         values = f"values of digest {collective.digests([t])[0]:x}" if mesh.size > 1 and not t.is_meta else ""
