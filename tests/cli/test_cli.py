@@ -21,6 +21,7 @@ from meshwright.passes import registered
 from meshwright.train import OptionError, TrainConfig, launch, plot
 from meshwright.train.config import PASSES
 from meshwright.train.options import COUNT, option, options_in
+from tests.support import fresh
 
 RUNNER = CliRunner()
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -120,14 +121,22 @@ for words, code in {lines!r}:
     except SystemExit as end:
         assert end.code == code, (words, end.code)
     assert "torch" not in sys.modules, words
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_command_imports_what_it_computes_with_at_its_first_use() -> None:
+    code = """
+import sys
+sys.orig_argv, sys.argv = ["python", "-m", "meshwright"], ["meshwright"]
 import meshwright.resharding.executor, meshwright.rules, meshwright as mw
 assert "meshwright.tensor.autograd_functions" not in sys.modules
 missing = [name for name in mw.__all__ if not hasattr(mw, name)]
 assert not missing, missing
 assert "meshwright.tensor.autograd_functions" in sys.modules and callable(mw.reshard)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    fresh.run(code, "torch")
 
 
 def test_extras_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,9 +96,10 @@ WAYS: dict[str, Callable[[], Callable[[], Any]]] = {
 
 
 def events_of(step: Callable[[], Any], **how: Any) -> list[str]:
+    """Their names on the first rank, whose alone are looked at: reading them takes longer than a step."""
     with profile(activities=[ProfilerActivity.CPU], **how) as made:
         step()
-    return [e.name for e in made.events()]
+    return [] if runtime.RT.rank else [e.name for e in made.events()]
 
 
 def seen(names: list[str]) -> Sent:

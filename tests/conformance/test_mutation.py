@@ -6,12 +6,16 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
+
 from conformance.mutation.judges import ROOT, SMALL, SOURCE, judges, modules
 
 
-def test_mutants_are_noticed() -> None:
+@pytest.mark.parametrize(("sample", "least"), [(8, 0.7), pytest.param(30, 0.9, marks=pytest.mark.long)])
+def test_mutants_are_noticed(sample: int, least: float) -> None:
     """Of some mutants of what tests without ranks judge: all are of ``make mutants``."""
-    command = [sys.executable, "-m", "conformance.mutation", "--small", "--sample", "30", "--least", "0.9"]
+    command = [sys.executable, "-m", "conformance.mutation", "--small"]
+    command += ["--sample", str(sample), "--least", str(least)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for module in SMALL:

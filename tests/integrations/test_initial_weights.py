@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch.nn as nn
 import meshwright as mw
 from meshwright.errors import ShardError
 from meshwright.shard.initialization.recording import unrecorded
+from tests.support import fresh
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -183,5 +182,4 @@ assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_f
 
 def test_the_first_from_pretrained_of_a_process_fills_its_buffers(tmp_path: Path) -> None:
     """A mesh may be there before the library's models are imported."""
-    done = subprocess.run([sys.executable, "-c", FIRST, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    fresh.run(f"import sys; sys.argv[1:] = [{str(tmp_path)!r}]\n{FIRST}")

@@ -83,7 +83,8 @@ def test_bytes_and_work_of_a_stage() -> None:
     mesh, micro_batches, rows = mw.Mesh({"pp": 3, "dp": 2}), 3, 12
 
     def run() -> Any:
-        step, _, _ = captured(mesh, passes=[f"pipeline:micro_batches={micro_batches}"], batch=DP)
+        passes = [f"pipeline:micro_batches={micro_batches}"]
+        step, _, _ = captured(mesh, passes=passes, batch=DP, example=ignoring(0, rows))
         step(ignoring(0, rows))
         with collective.counting() as counts:
             step(ignoring(0, rows))
@@ -128,7 +129,7 @@ def test_held_micro_batches_are_those_of_the_schedule() -> None:
 
         def run(name: str = schedule, mesh: mw.Mesh = mesh) -> Any:
             how = f"pipeline:micro_batches=6,schedule={name}"
-            step, _, _ = captured(mesh, passes=[how], blocks=(stages.Block,) * 4)
+            step, _, _ = captured(mesh, passes=[how], blocks=(stages.Block,) * 4, example=ignoring(0, 6))
             init = run_pipeline._Run.__init__
 
             def counted(self: Any, of: Any) -> None:

@@ -219,10 +219,10 @@ def test_every_schedule_has_the_bits_of_gpipe(axes: dict[str, int], micro_batche
                 assert max((params[n] - wanted[n]).abs().max().item() for n in wanted) < 1e-14
 
 
-REAL: list[tuple[dict[str, int], str, dict[str, Any]]] = [
+REAL: list[Any] = [
     ({"pp": 4}, "zero-bubble", {"blocks": (Block,) * 4}),
     ({"pp": 2, "tp": 2}, "v", {"layouts": TP, "blocks": (Block,) * 4}),
-    ({"pp": 2, "cp": 2}, "looped", {"blocks": (Attention,) * 4, "batch": CP}),
+    pytest.param({"pp": 2, "cp": 2}, "looped", {"blocks": (Attention,) * 4, "batch": CP}, marks=pytest.mark.long),
 ]
 
 
@@ -231,7 +231,6 @@ def real(axes: dict[str, int], schedule: str, options: dict[str, Any]) -> Any:
     return steps(mw.init_mesh(axes), [ignoring(i, 7) for i in range(2)], how, **options)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.processes
 @pytest.mark.parametrize(("axes", "schedule", "options"), REAL, ids=str)
 def test_real_processes(axes: dict[str, int], schedule: str, options: dict[str, Any]) -> None:

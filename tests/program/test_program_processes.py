@@ -17,10 +17,10 @@ from meshwright.program.run.bind import local, part
 from meshwright.program.run.runner import compile_program
 from meshwright.ranks import runtime
 from tests.program.test_program import CNN, classes, images
+from tests.support import sweep as sweeps
 from tests.support.processes import run_processes
 from tests.support.programs import DP, MLP, TP, captured, compare, on_one_device, pairs, squares
 
-STEPS = 20
 CASES: dict[str, tuple[dict[str, int], Any, Any, Any, dict[str, Any]]] = {
     "dp": ({"dp": 2}, MLP, squares, pairs, {"batch": DP}),
     "tp": ({"tp": 2}, MLP, squares, pairs, {"layouts": TP}),
@@ -37,7 +37,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-def train_all(world: int) -> list[str]:
+def train_all(world: int, steps: int) -> list[str]:
     """Every case of this many ranks, in one set of processes; the names of those that were compared."""
     done = []
     for name, (axes, make, loss_fn, data, options) in CASES.items():
@@ -45,7 +45,7 @@ def train_all(world: int) -> list[str]:
             continue
         torch.manual_seed(0)
         model = make()
-        own, batches = copy.deepcopy(model), data(STEPS)
+        own, batches = copy.deepcopy(model), data(steps)
         want = on_one_device(model, loss_fn, adamw, batches, clip=options.get("clip_grad_norm"))
         got = captured(own, loss_fn, adamw, batches, mw.init_mesh(axes), **options)
         assert got.losses == pytest.approx(want.losses, rel=1e-9), name
@@ -58,9 +58,9 @@ def train_all(world: int) -> list[str]:
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.thin(2)
-def test_twenty_steps_equal_one_device(world: int) -> None:
+def test_steps_equal_one_device(world: int) -> None:
     expected = [n for n, case in CASES.items() if torch.Size(case[0].values()).numel() == world]
-    assert run_processes(train_all, world, world, timeout=120) == [expected] * world
+    assert run_processes(train_all, world, world, sweeps.steps(20), timeout=120) == [expected] * world
 
 
 def saved_and_loaded(folder: str) -> list[float]:

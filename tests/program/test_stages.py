@@ -93,13 +93,13 @@ def _crossing(tie: bool = False, **options: Any) -> list[tuple[int, int, int, st
 
 def test_one_value_crosses_each_border_each_way() -> None:
     """Activations and their gradients, b·t·h of a rank's rows; with sequence parallelism, ÷ tp.  Tied weights cross."""
-    mesh = mw.Mesh({"pp": 3, "dp": 2, "tp": 2})
-    n = 8 // 2 * 5 * 6 * 8  # rows of a rank, positions, width, bytes
+    n = 8 * 5 * 6 * 8 // 2  # rows, positions, width, bytes: a rank's half of the rows, or of the width
     ways = [(0, 1, "forward"), (1, 2, "forward"), (2, 1, "backward"), (1, 0, "backward")]
-    for outputs, size in ({}, n), ({"layers.*": {"dp": mw.Shard(0), "tp": mw.Shard(2)}}, n // 2):
-        options: Any = {"mesh": mesh, "batch": DP, "layouts": TP, "outputs": outputs}
-        for found in mw.simulate(lambda o=options: _crossing(**o), mesh):
-            assert found == [(a, b, size, role) for a, b, role in ways]
+    narrow: Any = {"layouts": TP, "outputs": {"layers.*": {"tp": mw.Shard(2)}}}
+    for axis, options in (("dp", {"batch": DP}), ("tp", narrow)):
+        mesh = mw.Mesh({"pp": 3, axis: 2})
+        for found in mw.simulate(lambda m=mesh, o=options: _crossing(mesh=m, **o), mesh):
+            assert found == [(a, b, n, role) for a, b, role in ways]
     tied = mw.simulate(lambda: _crossing(tie=True, mesh=mw.Mesh({"pp": 2})), mw.Mesh({"pp": 2}))[0]
     assert (0, 1, 11 * 6 * 8, "forward") in tied
     assert (1, 0, 11 * 6 * 8, "backward") in tied

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +18,7 @@ import meshwright as mw
 from meshwright import compat
 from meshwright.cli import app
 from meshwright.errors import MeshwrightError
+from tests.support import fresh
 
 
 def test_every_name_is_there() -> None:
@@ -142,14 +141,9 @@ def test_a_wrapped_function_without_overrides(monkeypatch: pytest.MonkeyPatch) -
     assert len(runs) == 1
 
 
-def run(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
 def test_fakes_of_threads_that_have_ended() -> None:
     """What a torch for GPUs, on a machine without one, makes for the first fake mode is not of a simulated rank."""
-    run("""
+    fresh.run("""
 import torch
 import meshwright as mw
 from meshwright.compat import FakeTensorMode
@@ -162,7 +156,7 @@ for _ in range(3):
 
 
 def test_groups_keep_their_order() -> None:
-    run("""
+    fresh.run("""
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from datetime import timedelta

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import fresh
+
 HERE = Path(__file__).parents[2]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 # Their names are taken: importing one is an error, as where it is not installed.
@@ -25,8 +27,7 @@ for module in pkgutil.walk_packages(meshwright.__path__, "meshwright."):
     if not module.name.startswith(("meshwright.__main__", "meshwright.integrations.")):
         importlib.import_module(module.name)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    fresh.run(code, "torch")
 
 
 def test_a_command_that_computes_has_the_guards() -> None:
@@ -39,8 +40,7 @@ def test_a_command_that_computes_has_the_guards() -> None:
         "owner, name = torch_changes.find(target)\n"
         "print(getattr(owner, name).__func__.__module__)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "meshwright.tensor.autograd_functions\n", done.stderr
+    assert fresh.run(code, "torch") == "meshwright.tensor.autograd_functions\n"
 
 
 @pytest.mark.long

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import meshwright
+from tests.support import fresh
 
 
 def test_all_is_sorted_and_without_doubles() -> None:
@@ -45,5 +44,4 @@ try:
 except AttributeError as error:
     assert str(error) == "module 'meshwright' has no attribute 'nothing'"
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    fresh.run(code, "torch")

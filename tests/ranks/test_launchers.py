@@ -22,7 +22,7 @@ from meshwright.collective import rendezvous
 from meshwright.errors import MeshError
 from meshwright.ranks.launchers import Launch, launched
 from meshwright.tensor.api import own_device
-from tests.support import faulty
+from tests.support import faulty, fresh
 from tests.support.processes import CONTEXT
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
@@ -125,14 +125,9 @@ def test_processes_of_mpirun() -> None:
     """Two processes with Open MPI's variables, and no others, meet."""
     own = {k: v for k, v in os.environ.items() if k not in (*TORCHRUN, *SRUN)}
     own |= {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": f"job-{os.getpid()}"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True,
-            env={**own, "OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_LOCAL_RANK": str(r)},
-        )
-        for r in range(2)
-    ]  # fmt: skip
-    assert [faulty.without_gloo(p.communicate(timeout=120)[0]).strip() for p in started] == ["[0.0, 2.0, 4.0, 6.0]"] * 2
+    environments = [{**own, "OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_LOCAL_RANK": str(r)} for r in range(2)]
+    said = fresh.run_ranks(SCRIPT, environments)
+    assert [faulty.without_gloo(text).strip() for text in said] == ["[0.0, 2.0, 4.0, 6.0]"] * 2
 
 
 def one_attempt(rank: int, port: int) -> None:

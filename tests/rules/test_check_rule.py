@@ -97,7 +97,7 @@ def test_a_custom_op_joins_the_book(with_rule: Any, monkeypatch: pytest.MonkeyPa
 
 def test_without_a_rule_it_is_gathered() -> None:
     with pytest.warns(UserWarning, match="has no rule"):
-        report = mw.check_rule(scaled_sum, rand(5, 6), rand(6))
+        report = mw.check_rule(scaled_sum, rand(5, 6), rand(6), most=40)
     assert report.gathered == 4
     assert not report.strategies
     assert "4 gathered (no rule)" in str(report)

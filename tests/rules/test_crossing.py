@@ -15,6 +15,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright import collective
+from tests.support import sweep as sweeps
 from tests.support.processes import run_processes
 
 F64 = torch.float64
@@ -56,7 +57,7 @@ def test_every_layout_gives_the_values_and_gradients_of_one_device(name: str) ->
     op, args = CALLS[name]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Using padding='same'")  # PyTorch's, of what it copies
-        report = mw.check_rule(op, *args)
+        report = mw.check_rule(op, *args, most=200 if sweeps.WHOLE else 50)
     assert any(s.startswith(("d0: Shard(0)", "d1: Shard(1)", "x0: Shard")) for s in report.strategies)
 
 

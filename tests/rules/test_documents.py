@@ -18,6 +18,7 @@ from meshwright import collective
 from meshwright.errors import DesyncError, DispatchError
 from meshwright.ranks import runtime
 from meshwright.rules import attention_kernels as table
+from tests.support import sweep as sweeps
 from tests.support.compare import check_equal, plain
 
 GATHER = {"attention": {"cp": "gather"}}
@@ -181,7 +182,7 @@ def packing(length: int, g: torch.Generator) -> list[int]:
 
 
 def test_ranks_work_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 packings, counted from the kernels that ran: pairs of a row and a key that it sees, forward and backward."""
+    """Packings, counted from the kernels that ran: pairs of a row and a key that it sees, forward and backward."""
     pairs: dict[int, int] = {}
 
     def counted(query: Tensor, key: Tensor, causal: bool) -> None:
@@ -201,7 +202,7 @@ def test_ranks_work_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "TABLE", [dataclasses.replace(table.CPU, forward=forward, backward=backward)])
     g, length, n = torch.Generator().manual_seed(3), 1024, 8
     mesh, q, k = mw.Mesh({"cp": n}), drawn(1, 2, length, 1), drawn(1, 1, length, 1)
-    packed = [packing(length, g) for _ in range(100)]
+    packed = [packing(length, g) for _ in range(100 if sweeps.WHOLE else 40)]
 
     def run() -> None:
         own = [mw.shard_tensor(t, mesh, {"cp": mw.Shard(2)}).requires_grad_() for t in (q, k)]

@@ -14,7 +14,6 @@ import json
 import logging
 import random
 import resource
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -23,7 +22,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
 CODE = '[][__import__("os").system("touch canary")]'
 WORDS: list[Any] = [
@@ -272,15 +270,6 @@ def run(count: int, seed: int) -> Counter[str]:
             if verdict.startswith("WRONG"):
                 print(f"mutant {seed}.{i}: {verdict}", flush=True)
     return found
-
-
-def run_apart(count: int, seed: int, timeout: float) -> str:
-    """The same in a process of its own; what it printed.  A crash is an error."""
-    command = [sys.executable, "-m", "tests.support.mutants", "--count", str(count), "--seed", str(seed)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
-    if done.returncode:
-        raise AssertionError(f"it ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
-    return done.stdout
 
 
 if __name__ == "__main__":

@@ -157,13 +157,18 @@ def one_device(
 
 
 def captured(
-    mesh: mw.Mesh, tie: bool = False, clip: float | None = 0.3, blocks: Any = (Block,) * 3, **options: Any
+    mesh: mw.Mesh,
+    tie: bool = False,
+    clip: float | None = 0.3,
+    blocks: Any = (Block,) * 3,
+    example: Any = None,
+    **options: Any,
 ) -> Any:
-    """The step, its model and its optimizer."""
+    """The step, its model and its optimizer; a batch of another size than the example's is captured again."""
     model = net(tie, blocks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     options = {"stages": STAGES, **options}
-    step = mw.compile_step(model, loss_of, optimizer, data(0), mesh=mesh, clip_grad_norm=clip, **options)
+    step = mw.compile_step(model, loss_of, optimizer, example or data(0), mesh=mesh, clip_grad_norm=clip, **options)
     return step, model, optimizer
 
 
@@ -173,5 +178,6 @@ def whole(model: nn.Module) -> Result:
 
 def steps(mesh: mw.Mesh, batches: Sequence[Any], how: str, **options: Any) -> tuple[list[float], Result]:
     """Losses and parameters of a training in micro-batches."""
-    step, model, _ = captured(mesh, passes=[f"pipeline:{how}", *options.pop("passes", ())], **options)
+    passes = [f"pipeline:{how}", *options.pop("passes", ())]
+    step, model, _ = captured(mesh, passes=passes, example=batches[0], **options)
     return [step(batch).item() for batch in batches], whole(model)

@@ -57,9 +57,23 @@ def simulated(config: TrainConfig) -> tuple[Summary, list[float]]:
     return mw.simulate(lambda: train(config, mesh, emit), mesh)[0], losses
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["eager", "captured"])
-@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 3}], ids=["dp2tp2", "dp3"])
-@pytest.mark.parametrize("kind", KINDS)
+BOTH, UNEVEN = {"dp": 2, "tp": 2}, {"dp": 3}
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "static"),
+    [
+        ("qwen3", BOTH, True),
+        ("qwen3", UNEVEN, False),
+        ("mixtral", BOTH, False),
+        ("mixtral", UNEVEN, True),
+        pytest.param("qwen3", BOTH, False, marks=pytest.mark.long),
+        pytest.param("qwen3", UNEVEN, True, marks=pytest.mark.long),
+        pytest.param("mixtral", BOTH, True, marks=pytest.mark.long),
+        pytest.param("mixtral", UNEVEN, False, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_equal_to_one_device(folder: Path, kind: str, mesh: dict[str, int], static: bool) -> None:
     summary, _ = simulated(config_for(folder, kind, mesh, static=static))
     assert summary.max_rel_loss_diff is not None
@@ -85,8 +99,10 @@ def test_exported_resumed_on_another_mesh_and_trained_on(folder: Path, tmp_path:
     assert summary.max_rel_loss_diff <= 1e-9
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["eager", "captured"])
-def test_adapters_and_held_out_text(folder: Path, tmp_path: Path, static: bool) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "static"), [({"dp": 2, "tp": 2}, False), ({"tp": 2}, True)], ids=["eager", "captured"]
+)
+def test_adapters_and_held_out_text(folder: Path, tmp_path: Path, mesh: dict[str, int], static: bool) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
     base = transformers.AutoModelForCausalLM.from_config(KINDS["qwen3"](), dtype=torch.float64)
@@ -99,7 +115,7 @@ def test_adapters_and_held_out_text(folder: Path, tmp_path: Path, static: bool) 
             seen.append((values["step"], values["eval_loss"]))
 
     config = config_for(
-        folder, "", {"dp": 2, "tp": 2}, model=str(tmp_path / "base"), lora=2, static=static, evaluate=(held,),
+        folder, "", mesh, model=str(tmp_path / "base"), lora=2, static=static, evaluate=(held,),
         evaluate_every=2, export=str(tmp_path / "out"),
     )  # fmt: skip
     summary = mw.simulate(lambda: train(config, config.make_mesh(), emit), config.make_mesh())[0]

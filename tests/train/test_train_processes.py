@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from meshwright.cli.train import ENDING
+
 pytestmark = pytest.mark.processes
 
 SIZES = ["--layers", "1", "--hidden", "16", "--heads", "2", "--seq", "16", "--batch", "4"]
@@ -202,10 +204,10 @@ def test_a_rank_that_dies_ends_all(running: subprocess.Popen[str]) -> None:
     assert gone(ranks)
 
 
-@pytest.mark.thin(3)
 @LINUX
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)])
 def test_ctrl_c_ends_all(running: subprocess.Popen[str], number: signal.Signals) -> None:
+    assert {signal.SIGTERM, signal.SIGHUP} == set(ENDING)  # for both the same is done
     ranks = ranks_of(running)
     os.killpg(running.pid, number)  # as a terminal does: to all of them
     _, shown = running.communicate(timeout=90)

@@ -31,18 +31,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("mesh", "more"), RUNS, ids=[" ".join([mesh, *(f"{k}={v}" for k, v in more.items())]) for mesh, more in RUNS]
 )
 @pytest.mark.filterwarnings("ignore")  # of gathers, where nothing is divisible
-def test_every_step_equals_one_device_and_the_eager_step(mesh: str, more: dict[str, Any], text: str) -> None:
-    losses: dict[bool, list[float]] = {False: [], True: []}
-    for static, listed in losses.items():
-
-        def emit(kind: str, values: dict[str, Any], listed: list[float] = listed) -> None:
-            if kind == "step":
-                listed.append(values["loss"])
-
-        found = simulated(config_for(mesh, text, static=static, **more), emit)
-        close(found, "float64")
-        assert found.loss_last < found.loss_first
-    assert losses[True] == pytest.approx(losses[False], rel=1e-9)
+def test_equal_to_one_device(mesh: str, more: dict[str, Any], text: str) -> None:
+    """And so the eager step, which is compared with one device in the same way."""
+    found = simulated(config_for(mesh, text, **(more | {"static": True})))
+    close(found, "float64")
+    assert found.loss_last < found.loss_first
 
 
 @pytest.mark.thin(2)
@@ -77,9 +70,9 @@ def test_passes_that_merge_calls_are_verified_as_such(passes: tuple[str, ...], m
         if kind == "step":
             updates.append("rel_grad_diff" in values)
 
-    close(simulated(config_for("dp=2,tp=2", text, static=True, passes=passes, steps=8, **more), emit), "float64")
-    every = 4 if "k_steps=4" in passes[0] else 3 if "k_steps=3" in passes[0] else 1
-    assert updates == [(i + 1) % every == 0 for i in range(8)]
+    every, steps = (4, 8) if "k_steps=4" in passes[0] else (3, 7) if "k_steps=3" in passes[0] else (1, 2)
+    close(simulated(config_for("dp=2,tp=2", text, static=True, passes=passes, steps=steps, **more), emit), "float64")
+    assert updates == [(i + 1) % every == 0 for i in range(steps)]
 
 
 # ---------------------------------------------------------------------------------------------- options

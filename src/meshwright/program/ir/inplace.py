@@ -19,7 +19,10 @@ aten = torch.ops.aten
 
 def storages(node: fx.Node) -> tuple[int, ...]:
     """Numbers of the storages of what a node gives."""
-    return tuple([v.storage for v in info_of(node).values])
+    value = info_of(node).value
+    if isinstance(value, tuple):
+        return tuple([v.storage for v in value if v is not None])
+    return () if value is None else (value.storage,)
 
 
 def written(node: fx.Node) -> set[int]:

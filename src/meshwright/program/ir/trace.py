@@ -34,6 +34,7 @@ aten = torch.ops.aten
 # The same memory and value: no node is needed.
 _ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default}
 _LIFTS = {aten.lift_fresh.default, aten.lift.default}
+_DEVICE = torch.ops.prim.device.default
 
 
 class Recorder(TorchDispatchMode):
@@ -108,6 +109,8 @@ class Recorder(TorchDispatchMode):
     # -- recording ------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and (device := getattr(args[0], "fake_device", None)) is not None:
+            return device  # ``t.device``, half of all calls: nothing is recorded
         if any(hasattr(t, "__tensor_flatten__") for t in types):  # a class of tensors: what it is made of
             return NotImplemented
         kwargs = kwargs or {}
