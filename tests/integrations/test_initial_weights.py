@@ -182,4 +182,4 @@ assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_f
 
 def test_the_first_from_pretrained_of_a_process_fills_its_buffers(tmp_path: Path) -> None:
     """A mesh may be there before the library's models are imported."""
-    fresh.run(f"import sys; sys.argv[1:] = [{str(tmp_path)!r}]\n{FIRST}")
+    fresh.run(f"import sys; sys.argv.append({str(tmp_path)!r})\n{FIRST}")

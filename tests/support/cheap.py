@@ -1,8 +1,9 @@
-"""What takes time in each test and tells none of them anything: old garbage, and notes of PyTorch about stacks."""
+"""What takes time in each test and tells none of them anything: old garbage, and what PyTorch notes of its work."""
 
 from __future__ import annotations
 
 import gc
+import logging
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ def install(patch: pytest.MonkeyPatch) -> None:
     And look for no garbage until :func:`freeze`: what is imported and collected stays.
     """
     gc.disable()
+    # pytest listens to loggers that do not propagate too: PyTorch describes each tensor and graph to one that anybody
+    # listens to.
+    patch.setattr(logging.getLogger("torch.__trace"), "addHandler", lambda handler: None)
     for device in (torch.cuda, torch.xpu, torch.mtia):
         if not device.is_available():
             patch.setattr(device, "manual_seed_all", lambda seed: None)

@@ -100,6 +100,7 @@ def _serve(fd: int) -> None:
 def _status_of(code: str) -> int:
     signal.alarm(TIMEOUT)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.orig_argv, sys.argv = [sys.executable, "-c", code], ["-c"]
     try:
         exec(compile(code, "<string>", "exec"), vars(main))
         return 0

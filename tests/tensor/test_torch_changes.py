@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -90,7 +91,8 @@ assert torch._C._dispatch_dump(KERNEL) == kernel, "plain numbers are read in Pyt
 mw.from_local(torch.tensor(1.0), mesh, [mw.Partial()], check=False)
 assert torch._C._dispatch_dump(KERNEL) != kernel
 """
-    fresh.run(code, "torch")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 BEFORE = """

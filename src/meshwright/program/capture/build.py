@@ -109,7 +109,7 @@ class Plan(Storage):
             return
         said: dict[str, Any] = {k: v for k, v in table.options.items() if k != "passes"}
         said |= {"inputs": {**table.inputs, **self.inputs}, "outputs": {**table.outputs, **self.outputs}}
-        said |= {"batch": table.batch or None, "made_for": planned_for(table)}
+        said |= {"batch": table.batch or self.batch, "made_for": planned_for(table)}  # {}: no axis splits it
         for name, value in said.items():
             if name in ("inputs", "outputs") or getattr(self, name) in _UNSAID:
                 object.__setattr__(self, name, value)
