@@ -49,16 +49,21 @@ def qwen3_moe() -> Any:
     return transformers.Qwen3MoeForCausalLM(config)
 
 
-CASES: list[tuple[Callable[[], Any], Any, Any, Any]] = [
+CASES: list[Any] = [
     (gpt2, text, {"pp": "transformer.h"}, IDS),
-    (llama, text, {"pp": "model.layers"}, IDS),
-    (t5, text, {"pp": {"encoder": 0, "decoder": 1}}, IDS),
-    (vit, lambda m, b: m(pixel_values=b[0], labels=b[1]).loss, {"pp": "vit.layers"}, (IMAGES, torch.arange(4))),
+    pytest.param(llama, text, {"pp": "model.layers"}, IDS, marks=pytest.mark.long),
+    pytest.param(t5, text, {"pp": {"encoder": 0, "decoder": 1}}, IDS, marks=pytest.mark.long),
+    pytest.param(
+        vit,
+        lambda m, b: m(pixel_values=b[0], labels=b[1]).loss,
+        {"pp": "vit.layers"},
+        (IMAGES, torch.arange(4)),
+        marks=pytest.mark.long,
+    ),
     (qwen3_moe, text, {"pp": "model.layers"}, IDS),
 ]
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(("make", "loss_of", "stages", "batch"), CASES, ids=lambda x: getattr(x, "__name__", ""))
 def test_cut(make: Callable[[], Any], loss_of: Any, stages: Any, batch: Any) -> None:
     """The bits of the uncut step; the losses of one device, which transformers takes in float32."""

@@ -53,11 +53,10 @@ def test_bytes_are_those_of_the_eager_step(more: dict[str, Any], text: str) -> N
     assert static.bytes_per_step == pytest.approx(eager.bytes_per_step, abs=128)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("passes", "more"),
     [
-        (("gradient-merge:k_steps=4",), {}),
+        pytest.param(("gradient-merge:k_steps=4",), {}, marks=pytest.mark.long),
         (("gradient-merge:k_steps=3,avg=False",), {"clip": 0.5}),
         (("data-parallel-optimization",), {"accumulate": 2}),
     ],
