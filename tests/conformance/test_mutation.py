@@ -11,14 +11,21 @@ import pytest
 from conformance.mutation.judges import ROOT, SMALL, SOURCE, judges, modules
 
 
-@pytest.mark.parametrize(("sample", "least"), [(8, 0.7), pytest.param(30, 0.9, marks=pytest.mark.long)])
-def test_mutants_are_noticed(sample: int, least: float) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "sample", "least"),
+    [
+        (["rules/factor_notation.py", "strategy_selection/types.py"], 8, 0.7),
+        pytest.param(list(SMALL), 30, 0.9, marks=pytest.mark.long),
+    ],
+    ids=["two modules", "all"],
+)
+def test_mutants_are_noticed(chosen: list[str], sample: int, least: float) -> None:
     """Of some mutants of what tests without ranks judge: all are of ``make mutants``."""
-    command = [sys.executable, "-m", "conformance.mutation", "--small"]
+    command = [sys.executable, "-m", "conformance.mutation", *chosen, "--small"]
     command += ["--sample", str(sample), "--least", str(least)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    for module in SMALL:
+    for module in chosen:
         assert f"\n{module}: " in f"\n{done.stdout}", done.stderr
 
 

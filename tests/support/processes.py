@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.compat import EXPORTER
+from meshwright.program.step import CompiledStep
 from tests.support import late
 
 # A server that has imported torch forks each rank: fast, and safe where this process runs threads.
@@ -34,8 +35,9 @@ class ProcessError(AssertionError):
     """A rank failed; the message has its rank and traceback."""
 
 
-def _rank_main(pipe: Connection, rank: int, world: int, store: str, job: bytes, is_late: bool) -> None:
+def _rank_main(pipe: Connection, rank: int, world: int, store: str, job: bytes, is_late: bool, compares: bool) -> None:
     torch.set_num_threads(1)
+    CompiledStep.compares = compares
     try:
         if is_late:
             late.install(pytest.MonkeyPatch())
@@ -70,7 +72,9 @@ def run_processes(fn: Callable[..., Any], world: int, *args: Any, timeout: float
         for rank in range(world):
             ours, theirs = CONTEXT.Pipe(duplex=False)
             process = CONTEXT.Process(
-                target=_rank_main, args=(theirs, rank, world, store, job, late.installed()), daemon=True
+                target=_rank_main,
+                args=(theirs, rank, world, store, job, late.installed(), CompiledStep.compares),
+                daemon=True,
             )
             process.start()
             theirs.close()
