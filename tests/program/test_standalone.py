@@ -33,7 +33,8 @@ world = int(os.environ["WORLD_SIZE"])
 rank = next((r for r in range(world) if os.fork() == 0), None)  # PyTorch is imported once for all ranks
 if rank is None:
     sys.exit(max(os.wait()[1] for _ in range(world)) != 0)
-dist.init_process_group("gloo", rank=rank, world_size=world)
+os.environ["RANK"] = str(rank)
+dist.init_process_group("gloo")
 torch.set_num_threads(1)
 for path in map(Path, sys.argv[1:]):
     spec = importlib.util.spec_from_file_location(path.parent.name.replace(" ", "_"), path)
