@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 from collections.abc import Callable
@@ -368,3 +369,32 @@ def test_a_count_in_a_closure_under_passes(merged: bool) -> None:
     (count, ratios), _ = mw.simulate(run, mw.Mesh({"dp": 2}))
     assert count == 4
     assert not merged or ratios[0] == pytest.approx(2)  # no update between them
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    value: torch.Tensor
+
+
+HOLDERS: dict[str, tuple[Any, Any, Any]] = {  # one, what replaces its tensor, what reads it
+    "slots": (Slots, lambda h, t: setattr(h, "value", t), lambda h: h.value),
+    "deque": (lambda t: collections.deque([t], maxlen=1), lambda h, t: h.append(t), lambda h: h[0]),
+    "class": (lambda t: type("Of", (), {"value": t}), lambda h, t: setattr(h, "value", t), lambda h: h.value),
+    "base class": (
+        lambda t: type("Of", (type("Base", (), {"value": t}),), {})(),
+        lambda h, t: setattr(type(h).__mro__[1], "value", t), lambda h: h.value,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_another_tensor_in_a_holder_is_seen(name: str) -> None:
+    new, put, get = HOLDERS[name]
+    holder, model = new(torch.ones(5)), nn.Linear(6, 5)
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.0), torch.ones(4, 6)
+    step = mw.compile_step(
+        model, lambda m, x: (m(x) * get(holder)).square().mean(), optimizer, x, mesh=mw.Mesh({"dp": 1})
+    )
+    before = float(step(x))
+    put(holder, torch.full((5,), 3.0))
+    assert float(step(x)) == pytest.approx(9 * before)

@@ -460,3 +460,41 @@ def test_anomaly_mode_around_a_step(by_hand: bool) -> None:
     mesh = mw.Mesh({"dp": 2})
     assert mw.simulate(lambda: fn(True), mesh) == mw.simulate(lambda: fn(False), mesh)
     assert not torch.is_anomaly_enabled()
+
+
+ONE_RANK: dict[str, Any] = {
+    "weight": lambda m, o: m.weight.mul_(1.5),
+    "weight, by its data": lambda m, o: m.weight.data.mul_(1.5),
+    "weight, anew": lambda m, o: setattr(m.weight, "data", m.weight.to_local() * 1.5),
+    "state": lambda m, o: o.state[m.weight]["exp_avg"].mul_(2),
+    "state, by its data": lambda m, o: o.state[m.weight]["exp_avg"].data.zero_(),
+    "state, anew": lambda m, o: o.state[m.weight].update(exp_avg=o.state[m.weight]["exp_avg"] * 2),
+    "steps": lambda m, o: o.state[m.weight]["step"].fill_(1),
+}
+
+
+@pytest.mark.parametrize("all_ranks", [False, True])
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_what_one_rank_writes_between_two_steps(name: str, all_ranks: bool) -> None:
+    """To what is replicated, whichever way: an error at the next update; written by all ranks it is none."""
+    mesh = mw.Mesh({"dp": 2})
+
+    def run() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 4)
+        optimizer, x = torch.optim.AdamW(model.parameters(), lr=0.01), torch.ones(4, 6)
+        step = mw.compile_step(
+            model, lambda m, x: m(x).square().mean(), optimizer, x, mesh=mesh, batch={"dp": mw.Shard(0)}
+        )
+        for _ in range(3):
+            step(x)
+        if all_ranks or mw.rank() == 1:
+            with torch.no_grad():
+                ONE_RANK[name](model, optimizer)
+        step(x)
+
+    if all_ranks:
+        mw.simulate(run, mesh)
+        return
+    with pytest.raises(DesyncError, match="the ranks hold different values of "):
+        mw.simulate(run, mesh)

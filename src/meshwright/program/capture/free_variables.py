@@ -10,6 +10,7 @@ import contextlib
 import functools
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,8 @@ from .fakes import replaced
 
 Tensor = torch.Tensor
 LIMIT = 100000  # objects to look at
-_LEAVES = (bool, int, float, complex, str, bytes, type, types.ModuleType, type(None))
+_LEAVES = (bool, int, float, complex, str, bytes, types.ModuleType, type(None))
+_TABLES = (dict, list, tuple, deque)
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,16 @@ class Place:
     def same(self) -> bool:
         """Whether the same is there: of a tensor with the same memory, of a module in the same mode."""
         try:
-            found = self.table.cell_contents if isinstance(self.table, types.CellType) else self.table[self.key]
-        except (LookupError, ValueError):
+            found = _looked_up(self.table, self.key)
+        except (LookupError, ValueError, AttributeError):
             return False
         return found is self.value and (not self.state or _state(found) == self.state)
+
+
+def _looked_up(table: Any, key: Any) -> Any:
+    if isinstance(table, types.CellType):
+        return table.cell_contents
+    return table[key] if isinstance(table, _TABLES) else getattr(table, key)
 
 
 def _memory(t: Tensor) -> tuple[Any, ...]:
@@ -112,19 +120,35 @@ def _inside(held: Any) -> Iterator[tuple[Any, Any, Any]]:
         yield from ((None, 0, x) for x in (held.func, held.args, held.keywords))
     elif isinstance(held, dict):
         yield from ((held, k, v) for k, v in list(held.items()))
-    elif isinstance(held, (list, tuple)):
+    elif isinstance(held, (list, tuple, deque)):
         yield from ((held, i, v) for i, v in enumerate(held))
     elif isinstance(held, nn.Module):
         yield None, 0, held.__dict__
         yield None, 0, type(held).forward
     elif _is_users(held):
-        yield None, 0, held.__dict__
+        yield from ((held, name, getattr(held, name)) for name in _slots(type(held)) if hasattr(held, name))
+        if hasattr(held, "__dict__"):
+            yield None, 0, held.__dict__
+        yield None, 0, type(held)
+    elif isinstance(held, type) and _is_users_class(held):
+        for base in held.__mro__:
+            own = vars(base).items() if _is_users_class(base) else ()
+            yield from ((base, name, v) for name, v in own if not name.startswith("__"))
 
 
 def _is_users(held: Any) -> bool:
     """Whether an object is of a class of the user's."""
-    own = type(held).__module__.startswith(("torch", "meshwright"))
-    return not own and not isinstance(held, (type, types.ModuleType)) and hasattr(held, "__dict__")
+    return not isinstance(held, (type, types.ModuleType)) and _is_users_class(type(held))
+
+
+def _is_users_class(of: type) -> bool:
+    return not of.__module__.startswith(("torch", "meshwright")) and of.__module__ != "builtins"
+
+
+def _slots(of: type) -> list[str]:
+    """Attributes of objects that have no dict."""
+    listed = [vars(base).get("__slots__", ()) for base in of.__mro__]
+    return [n for names in listed for n in ([names] if isinstance(names, str) else names) if n[:2] != "__"]
 
 
 def _names(code: types.CodeType) -> set[str]:

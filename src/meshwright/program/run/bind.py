@@ -14,7 +14,7 @@ from ...compat import pytree
 from ...dispatch import disabled
 from ...errors import ProgramError
 from ...layout import Layout, Replicate, Spec
-from ...local_tensor import bare
+from ...local_tensor import bare, version_of
 from ...resharding.copies import HOST
 from ...resharding.executor import apply
 from ...resharding.planner import plan as plan_conversion
@@ -239,7 +239,7 @@ class Bound:
                 self._check_place(o.given, o.value, found)
                 if not same(o.value.shape, tuple(found.stride()), o.value.strides):
                     return False
-                self.bound_anew += 1
+                self.bound_anew += 1 + version_of(inputs[o.place]) - version_of(found)  # counts go on from there
                 inputs[o.place], o.tensor, o.memory = found, cast("Tensor", t), _memory(found)
             known = [(part.state, len(part.state)) for part in parts_of(self.carrier.optimizer)]
             anew = any(a is not b or m != n for (a, m), (b, n) in zip(known, self.known, strict=True))
@@ -247,13 +247,16 @@ class Bound:
                 if anew or s.listed.get(s.key) is not s.held:
                     before = inputs[s.place]
                     inputs[s.place] = self._state(s)
-                    self.bound_anew += inputs[s.place] is not before
+                    if inputs[s.place] is not before:
+                        self.bound_anew += 1 + version_of(before) - version_of(inputs[s.place])
             self.known = [(s, len(s)) for s, _ in known]
         return True
 
     def writes(self) -> int:
-        """How often what it owns was written to or replaced."""
-        return sum([self.inputs[o.place]._version for o in self.owned]) + self.bound_anew
+        """How often what it owns, and states of the optimizers, were written to or replaced."""
+        with disabled():
+            places = [o.place for o in self.owned] + [s.place for s in self.states]
+            return sum(version_of(self.inputs[place]) for place in places) + self.bound_anew
 
     def __call__(self, leaves: Sequence[Any], given: dict[str, Tensor] | None = None) -> Any:
         """Run it on the leaves of a batch; the loss and what comes with it, None for a program that returns neither.
