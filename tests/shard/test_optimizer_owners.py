@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import meshwright as mw
 from meshwright.errors import ShardError
 from tests.support.optimizers import SOAP, Lamb, Mixer, Prodigy, Shampoo
+from tests.support.processes import run_processes
 
 Tensor = torch.Tensor
 MESHES = {
@@ -261,3 +262,19 @@ def test_soap_has_the_bits_of_one_device_with_equal_gradients(mesh: mw.Mesh) -> 
 
     for found in mw.simulate(ranks, mesh):
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def trained_in_processes(kind: str) -> dict[str, Any]:
+    mesh = mw.init_mesh({"dp": 2})
+    model = mw.shard_module(net(), mesh, fsdp="dp")
+    opts = [mw.shard_optimizer(o) for o in KINDS[kind](model)]
+    for x in data(3):
+        steps(model, opts, on(mesh, x))
+    return {k: mw.unshard(v.detach()) for k, v in model.state_dict().items()}
+
+
+@pytest.mark.processes
+def test_on_processes() -> None:
+    want = one_device(KINDS["Shampoo"], 3)
+    for found in run_processes(trained_in_processes, 2, "Shampoo"):
+        assert all((found[k] - w).abs().max() <= 1e-12 for k, w in want.items())

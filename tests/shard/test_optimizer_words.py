@@ -252,6 +252,9 @@ def test_states_are_with_owners() -> None:
         loss_of(model, on(BOTH, data(1)[0])).backward()
         with mw.explain() as why:
             opt.step()
+        text = " ".join(why.text(120).split())
+        assert "go to where the update takes them whole: each to its owner" in text
+        assert "each rank gets its shards of updated parameters from their owners" in text
         held = [s.to_local().numel() for p in model.parameters() for s in opt.state[p].get("roots", ())]
         assert [float(opt.state[p]["step"]) for p in model.parameters()] == [2.0] * 6
         return held, why.counts.kinds, why.counts.bytes["exchange_rows"]
@@ -309,3 +312,45 @@ def test_no_sync_and_hooks() -> None:
 
     same(make, do)
     assert set(seen) == {(8, 5)}
+
+
+class Beside(torch.optim.Optimizer):
+    """Momentum in attributes: by parameter, by its id, and by its place in a list."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+        self.params = [p for g in self.param_groups for p in g["params"]]
+        self.means: dict[Any, Tensor] = {}
+        self.seen = {self.params[0]: 0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.params:
+            if p.grad is not None:
+                for key in (p, str(id(p))):
+                    self.means[key] = self.means.get(key, torch.zeros_like(p)).lerp(p.grad, 0.5)
+                    p.sub_(self.means[key] / (1 + p.norm()), alpha=0.05)
+                self.seen[p] = self.seen.get(p, 0) + 1
+
+
+@pytest.mark.parametrize("by", ["parameter", "model"])
+def test_what_a_class_keeps_beside_its_states(by: str) -> None:
+    def make(model: nn.Module) -> Any:
+        opt = Beside(model.parameters())
+        return mw.shard_optimizer(opt, by=by) if isinstance(model.scale, mw.DistTensor) else opt
+
+    def do(model: Any, opt: Any, x: Any, i: int) -> None:
+        steps(model, [opt], x)
+        assert all(any(p is q for q in model.parameters()) for p in [*opt.params, *opt.seen])
+
+    same(make, do)
+    same(make, do, TWO)
+
+
+def test_a_class_that_sends_itself() -> None:
+    class Muon(Lamb):
+        def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+            torch.ops._c10d_functional.all_reduce(p, "sum", "0")
+            return super().update(p, g, state, group)
+
+    assert refuted(Muon(net().parameters()), "parameter") == "calls torch.distributed itself"

@@ -117,7 +117,7 @@ class Mixer(_Own):
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         squares = [p.grad.square().sum() for g in self.param_groups for p in g["params"] if p.grad is not None]
-        self.norm = torch.stack(squares).sum().sqrt()
+        self.norm = torch.stack([*squares, torch.tensor(1e-3)]).sum().sqrt()
         return super().step(closure)
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:

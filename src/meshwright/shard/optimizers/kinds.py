@@ -76,8 +76,8 @@ def word_of(opt: Optimizer, params: Sequence[DistTensor], by: str | None) -> str
     if name == "SparseAdam" and builtin(opt):
         raise ShardError("SparseAdam expects sparse gradients, which distributed parameters do not have: use Adam")
     known = KNOWN.get(name) if builtin(opt) else None
-    if known is None and by is None and name in USUAL:
-        known = USUAL[name] if not refuted(opt, USUAL[name]) else "model"
+    if known is None and by is None and name in USUAL and not refuted(opt, USUAL[name]):
+        known = USUAL[name]
     if known is not None:
         if by is not None and WORDS.index(by) < WORDS.index(known):
             raise ShardError(f"shard_optimizer: by={by!r}, but {name} updates by {known!r}. Leave by= out")

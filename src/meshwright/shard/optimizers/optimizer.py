@@ -115,12 +115,14 @@ def _on_locals(own: Callable[..., Any]) -> Callable[..., Any]:
             raise
         finally:
             runtime.RT.updates += 1
-            binding.close()
-            binding.error = None
-            if binding.chunks is not None:
-                binding.shadow = None  # copies that it has of parameters may be large
-            if binding.wholes is not None:
-                binding.wholes.release()
+            try:
+                binding.close()
+            finally:
+                binding.error = None
+                if binding.chunks is not None:
+                    binding.shadow = None  # copies that it has of parameters may be large
+                if binding.wholes is not None:
+                    binding.wholes.release()
             if binding.copies:
                 with torch.no_grad():
                     for p in binding.copies:

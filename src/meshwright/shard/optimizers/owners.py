@@ -19,16 +19,18 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from ... import collective
-from ...collective import serving
+from ...collective import serving, several
 from ...dispatch import disabled, refresh
 from ...errors import ShardError
-from ...layout import At, Layout, Placement, Replicate, Spec
+from ...layout import At, Layout, Placement, Replicate, Spec, wire_name
 from ...local_tensor import bare
 from ...mesh import Mesh
 from ...ranks import runtime
+from ...ranks.runtime import user_line
 from ...resharding import executor
 from ...resharding.copies import TO_DEVICE, TO_HOST
 from ...resharding.planner import plan as plan_conversion
+from ...resharding.record import Record
 from ...tensor import DistTensor, call_enabled, in_spec, wrap
 from ..parameters.names import names_of
 from ..parameters.stored import Axes
@@ -60,7 +62,7 @@ class Wholes(Chunks):
         self.by = by
         self.homes: dict[int, tuple[int, ...]] = {}  # of a parameter: places in the mesh where it is whole
         self.loads: dict[Mesh, list[int]] = {}
-        self.whole: dict[int, Tensor] = {}  # what stands in for parameters while a step runs
+        self.whole: dict[int, Tensor] = {}  # what stands in for parameters, without memory between steps
         self.active: list[DistTensor] = []  # those that the step may update
         self._here: set[int] = set()  # those of them that this rank updates
         self.told: dict[int, tuple[float, Any, int]] = {}  # of a rank: digest, structure, how many numbers
@@ -81,7 +83,9 @@ class Wholes(Chunks):
 
     def prepare(self, p: DistTensor) -> Tensor:
         """What stands in for a parameter; an empty tensor where this rank does not update it."""
-        return self.whole.setdefault(id(p), bare(p).new_empty(0))
+        if id(p) not in self.whole:
+            self.whole[id(p)] = bare(p).new_empty(0)
+        return self.whole[id(p)]
 
     def has(self, p: Tensor) -> bool:
         """Whether this rank updates a parameter."""
@@ -118,9 +122,7 @@ class Wholes(Chunks):
                     trades.append((_Route(spec, home, False), part, grad))
                 if whole is not None:
                     come.append((p, whole, grad))
-            if self.active:
-                with serving("", partial(names_of, self.active)):
-                    _exchange(self._mesh(), trades)
+            self._send(trades)
             for p, whole, grad in come:
                 self._place(p, whole, grad)
 
@@ -128,8 +130,10 @@ class Wholes(Chunks):
         stand_in = self.whole.get(id(p))
         if self._leaves(p):
             whole, grad = TO_HOST(whole), None if grad is None else TO_HOST(grad)
-        if stand_in is None or stand_in.shape != whole.shape:
+        if stand_in is None or (stand_in.dtype, stand_in.device) != (whole.dtype, whole.device):
             stand_in = self.whole[id(p)] = whole
+        elif stand_in.shape != whole.shape:  # the same object in all steps: a class may keep dicts by it, or by its id
+            stand_in.data = whole
         elif stand_in is not whole and stand_in.data_ptr() != whole.data_ptr():
             stand_in.copy_(whole)
         stand_in.grad = None if grad is None else grad.to(stand_in.device)
@@ -155,14 +159,24 @@ class Wholes(Chunks):
                 if whole is not None and self._leaves(p):
                     whole = TO_DEVICE(whole, p._spec.mesh.device)
                 trades.append((_Route(p._spec, home, True), local, whole))
-            if self.active:
-                with serving("", partial(names_of, self.active)):
-                    _exchange(self._mesh(), trades)
-                torch.autograd.graph.increment_version([bare(p) for p in self.active])
+            self._send(trades)
+            torch.autograd.graph.increment_version([bare(p) for p in self.active])
+
+    def _send(self, trades: Sequence[Trade]) -> None:
+        if not trades:
+            return
+        mesh, names = self._mesh(), partial(names_of, self.active)
+        with serving("", names):
+            for sent in _exchange(mesh, trades):
+                if sent.nbytes and runtime.RT.records is not None:
+                    runtime.RT.records.append(_record(mesh, names(), trades[0][0], sent))
 
     def release(self) -> None:
         """Free the whole tensors: the step has ended."""
-        self.whole, self.active = {}, []
+        self.active = []
+        for stand_in in self.whole.values():
+            stand_in.grad = None
+            stand_in.data = stand_in.new_empty(0)
 
     # ------------------------------------------------------------------------------------------ states
 
@@ -350,8 +364,25 @@ def _table(routes: tuple[_Route, ...], n: int) -> tuple[int, ...]:
 Trade = tuple[_Route, Tensor, Tensor | None]  # a route, this rank's shard, the whole tensor where it is
 
 
-def _exchange(mesh: Mesh, trades: Sequence[Trade]) -> None:
-    """Send shards to where tensors are whole, or back: one message of each dtype from rank to rank."""
+def _record(mesh: Mesh, names: Sequence[str], route: _Route, sent: Tensor) -> Record:
+    """What ``explain`` says of a message."""
+    home = "its owner" if len(route.homes) == 1 else "all ranks"
+    reason = f"parameters and gradients go to where the update takes them whole: each to {home}"
+    src, dst = "shards", "whole"
+    if route.back:
+        reason, src, dst = "each rank gets its shards of updated parameters from their owners", dst, src
+    return Record(
+        "optimizer.step", 0, ("exchange_rows",), mesh.axes, tuple(sent.shape), src, dst, sent.nbytes, 0.0, user_line(),
+        reason, asked=True, dtypes=(wire_name(sent.dtype),), sums=(0,), part=several("", names),
+    )  # fmt: skip
+
+
+def _exchange(mesh: Mesh, trades: Sequence[Trade]) -> Iterator[Tensor]:
+    """Send shards to where tensors are whole, or back: one message of each dtype from rank to rank.
+
+    Returns:
+        What this rank sends, of each dtype.
+    """
     n, me = mesh.size, mesh.ranks.index(runtime.RT.rank)
     for dtype in dict.fromkeys(route.spec.dtype for route, *_ in trades):
         out: dict[int, list[Tensor]] = defaultdict(list)
@@ -376,6 +407,7 @@ def _exchange(mesh: Mesh, trades: Sequence[Trade]) -> None:
         places = [t for source in range(n) for t in into[source]]
         for place, part in zip(places, got.split([t.numel() for t in places]) if places else (), strict=True):
             place.copy_(part.view(place.shape))
+        yield flat
 
 
 # ---------------------------------------------------------------------------------------------- what is told of states

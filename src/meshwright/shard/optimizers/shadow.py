@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 from ...errors import ShardError
 from ...local_tensor import PLAIN, Aliases, is_sparse, plain_of, plain_of_all, set_grad
 from ...tensor import DistTensor
-from .collected import GroupLists, StateContents, mapped, still
+from .collected import GroupLists, StateContents, mapped, same, still
 from .owners import Wholes
 from .states import Chunks
 
@@ -153,6 +153,14 @@ class Shadow:
                 self.methods[k] = own
         return [g for g in self.groups if g["params"]]
 
+    def _name_parameters(self, names: Sequence[str]) -> None:
+        """Bring back what a step has written to containers that name its parameters."""
+        of = {id(own): p for p, own in zip(self.params, self.stand_ins, strict=True)}
+        for k in names:
+            real = mapped(self.made.__dict__[k], lambda t: of.get(id(t), t))
+            if not _same_items(real, self.opt.__dict__[k]):
+                self.opt.__dict__[k] = real
+
     def in_place(self) -> bool:
         """Whether all that is seen as plain has the memory that it had."""
         now = Aliases.now
@@ -207,6 +215,8 @@ class Shadow:
             del opt.__dict__[k]
         made = [k for k, v in self.methods.items() if left.get(k) is v]
         opt.__dict__.update({k: v for k, v in left.items() if k not in _OWN and k not in made})
+        if self.wholes is not None:
+            self._name_parameters([k for k in made if not isinstance(left[k], MethodType)])
         if self.wholes is None and (not self.asked or self.after.still(self.state)):
             return False
         of = dict(zip(map(id, self.stand_ins), self.params, strict=True))
@@ -249,6 +259,12 @@ class Shadow:
         whole = set(map(id, self.plain))
         pairs = zip(self.params, self.stand_ins, strict=True)
         return [(p, own) for p, own in pairs if own is not p and id(own) not in whole]  # type: ignore[misc]
+
+
+def _same_items(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return same([*a, *a.values()], [*b, *b.values()])
+    return same(a, b)
 
 
 def _set_grads(tensors: Sequence[Tensor], grads: Iterable[Tensor | None]) -> None:
