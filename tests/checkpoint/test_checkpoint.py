@@ -14,8 +14,9 @@ import torch
 import torch.nn as nn
 
 import meshwright as mw
-from meshwright.checkpoint import arrays, files, pieces, saving
+from meshwright.checkpoint import arrays, files, saving
 from meshwright.errors import CheckpointError, DesyncError
+from meshwright.layout import pieces
 from meshwright.ranks import runtime
 
 ONE = mw.Mesh({"dp": 1})

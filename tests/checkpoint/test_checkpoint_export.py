@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import meshwright as mw
-from meshwright.checkpoint import arrays, files, pieces
+from meshwright.checkpoint import arrays, files
 from meshwright.cli import app
+from meshwright.layout import pieces
 from tests.support.shard_networks import Weights
 
 MESH = mw.Mesh({"dp": 2, "tp": 2})

@@ -12,8 +12,9 @@ import torch.nn as nn
 from safetensors.torch import load_file, save_file
 
 import meshwright as mw
-from meshwright.checkpoint import files, pieces
+from meshwright.checkpoint import files
 from meshwright.errors import CheckpointError, DesyncError
+from meshwright.layout import pieces
 from meshwright.ranks import runtime
 from tests.support.shard_networks import Weights
 
