@@ -169,7 +169,7 @@ class Wholes(Chunks):
         with serving("", names):
             for sent in _exchange(mesh, trades):
                 if sent.nbytes and runtime.RT.records is not None:
-                    runtime.RT.records.append(_record(mesh, names(), trades[0][0], sent))
+                    runtime.RT.records.append(_record(mesh, names(), self.by, trades[0][0].back, sent))
 
     def release(self) -> None:
         """Free the whole tensors: the step has ended."""
@@ -364,12 +364,12 @@ def _table(routes: tuple[_Route, ...], n: int) -> tuple[int, ...]:
 Trade = tuple[_Route, Tensor, Tensor | None]  # a route, this rank's shard, the whole tensor where it is
 
 
-def _record(mesh: Mesh, names: Sequence[str], route: _Route, sent: Tensor) -> Record:
+def _record(mesh: Mesh, names: Sequence[str], by: str, back: bool, sent: Tensor) -> Record:
     """What ``explain`` says of a message."""
-    home = "its owner" if len(route.homes) == 1 else "all ranks"
+    home = "its owner" if by == "parameter" else "all ranks"
     reason = f"parameters and gradients go to where the update takes them whole: each to {home}"
     src, dst = "shards", "whole"
-    if route.back:
+    if back:
         reason, src, dst = "each rank gets its shards of updated parameters from their owners", dst, src
     return Record(
         "optimizer.step", 0, ("exchange_rows",), mesh.axes, tuple(sent.shape), src, dst, sent.nbytes, 0.0, user_line(),
