@@ -103,7 +103,7 @@ class Sums(nn.Module):
 
 
 DP = {"dp": mw.Shard(0)}
-DP_TP, DP_EP, EP, PP = {"dp": 2, "tp": 2}, {"dp": 2, "ep": 2}, {"ep": 2}, {"pp": 2}
+DP_TP, DP_EP, EP, PP, TWO = {"dp": 2, "tp": 2}, {"dp": 2, "ep": 2}, {"ep": 2}, {"pp": 2}, {"tp": 2}
 PIPELINE = "pipeline:micro_batches=4,schedule=1f1b"
 BOTH_PASSES = ["data-parallel-optimization", "gradient-merge:k_steps=2"]
 TP = {"0.*": {"tp": mw.Shard(0)}, "2.weight": {"tp": mw.Shard(1)}}
@@ -119,7 +119,7 @@ CASES: dict[str, tuple[dict[str, int], Any, Any, Any, Any, dict[str, Any]]] = {
     "experts": (EP, lambda: gpt(experts=4), next_token, tokens, adamw, planned(EP, experts=True)),
     "gpt": (
         DP_TP,
-        gpt,
+        lambda: gpt(1),
         next_token,
         tokens,
         adamw,
@@ -127,7 +127,7 @@ CASES: dict[str, tuple[dict[str, int], Any, Any, Any, Any, dict[str, Any]]] = {
             DP_TP, fsdp="dp", passes=BOTH_PASSES, precision=mw.Precision(compute=torch.bfloat16), clip_grad_norm=1.0
         ),
     ),
-    "sequence parallel": (DP_TP, lambda: gpt(1), next_token, tokens, sgd, planned(DP_TP, sequence_parallel=True)),
+    "sequence parallel": (TWO, lambda: gpt(1), next_token, tokens, sgd, planned(TWO, sequence_parallel=True)),
     "experts of four": (DP_EP, lambda: gpt(1, experts=4), next_token, tokens, sgd, planned(DP_EP, experts=True)),
     "images": ({"dp": 2}, CNN, classes, lambda: images(STEPS + 1), adamw, {"batch": DP}),
 }

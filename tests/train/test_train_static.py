@@ -100,14 +100,15 @@ def test_a_pass_that_does_not_exist() -> None:
 # ---------------------------------------------------------------------------------------------- real processes
 
 
-@pytest.mark.thin(3)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "case",
     [
         "--mesh dp=2 --dtype float64 --clip 0.5",
-        "--mesh dp=2,tp=2 --dtype float64 --sequence-parallel --fsdp dp --dropout 0.1",
-        "--mesh tp=3 --dtype float32 --tie",
+        pytest.param(
+            "--mesh dp=2,tp=2 --dtype float64 --sequence-parallel --fsdp dp --dropout 0.1", marks=pytest.mark.long
+        ),
+        pytest.param("--mesh tp=3 --dtype float32 --tie", marks=pytest.mark.long),
     ],
 )
 def test_processes_equal_one_device(case: str, tmp_path: Path) -> None:
