@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +112,22 @@ def off(model: nn.Module, want: dict[str, Tensor]) -> float:
     return max((mw.unshard(v.detach()) - want[k]).abs().max().item() for k, v in model.state_dict().items())
 
 
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_twenty_eager_steps(kind: str, mesh: mw.Mesh) -> None:
-    want = one_device(KINDS[kind], 20)
+def cases(kinds: Iterable[str], others: Iterable[str], everywhere: str) -> list[Any]:
+    """Each kind with each of the others; in short runs one kind with all of them, and all kinds with one."""
+    kept = list(others)
+    return [
+        pytest.param(k, o, marks=[] if k == everywhere or o == kept[0] else [pytest.mark.long])
+        for k in kinds
+        for o in kept
+    ]
+
+
+ALL = ("dp=2,tp=2", "dp=2", "tp=2", "dp=3")
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(KINDS, ALL, "Shampoo"))
+def test_twenty_eager_steps(kind: str, name: str) -> None:
+    mesh, want = MESHES[name], one_device(KINDS[kind], 20)
 
     def run() -> float:
         model = mw.shard_module(net(), mesh, layouts(mesh))
@@ -133,10 +145,9 @@ def stored(mesh: mw.Mesh) -> dict[str, Any]:
     return {"fsdp": "dp"} if "dp" in mesh.axes else {}
 
 
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("kind", ["Muon", "Shampoo", "Mixer"])
-def test_twenty_captured_steps(kind: str, mesh: mw.Mesh) -> None:
-    want = one_device(KINDS[kind], 20)
+@pytest.mark.parametrize(("kind", "name"), cases(["Muon", "Shampoo", "Mixer"], ALL, "Shampoo"))
+def test_twenty_captured_steps(kind: str, name: str) -> None:
+    mesh, want = MESHES[name], one_device(KINDS[kind], 20)
 
     def run(said: dict[str, Any]) -> float:
         model = net()
@@ -197,8 +208,14 @@ def test_a_step_by_hand_and_one_of_stages() -> None:
     assert max(mw.simulate(stages, mesh)) <= 1e-12
 
 
-@pytest.mark.parametrize("how", ["fsdp", "shard_states", "offload", "offload_states"])
-@pytest.mark.parametrize("kind", ["Muon", "Adafactor", "Lamb", "Shampoo", "Prodigy"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    cases(
+        ["Muon", "Adafactor", "Lamb", "Shampoo", "Prodigy"],
+        ["shard_states", "fsdp", "offload", "offload_states"],
+        "Shampoo",
+    ),
+)
 def test_storage(kind: str, how: str) -> None:
     want = one_device(KINDS[kind], 3)
 
@@ -219,10 +236,16 @@ def test_storage(kind: str, how: str) -> None:
         assert max(mw.simulate(lambda name=name: run(MESHES[name]), MESHES[name])) <= 1e-12
 
 
-@pytest.mark.parametrize("kind", ["Muon", "Adafactor", "transformers.Adafactor", "Lamb", "Shampoo", "Prodigy"])
-@pytest.mark.parametrize(("first", "then"), [("dp=2,tp=2", "dp=3"), ("dp=3", "tp=2")])
-def test_resumed_on_another_mesh(kind: str, first: str, then: str, tmp_path: Path) -> None:
-    want = one_device(KINDS[kind], 20)
+@pytest.mark.parametrize(
+    ("kind", "meshes"),
+    cases(
+        ["Muon", "Adafactor", "transformers.Adafactor", "Lamb", "Shampoo", "Prodigy"],
+        ["dp=2,tp=2 to dp=3", "dp=3 to tp=2"],
+        "Shampoo",
+    ),
+)
+def test_resumed_on_another_mesh(kind: str, meshes: str, tmp_path: Path) -> None:
+    want, (first, then) = one_device(KINDS[kind], 20), meshes.split(" to ")
 
     def run(mesh: mw.Mesh, batches: list[Tensor], resumed: bool) -> float:
         model = mw.shard_module(net(), mesh, layouts(mesh), **stored(mesh))
@@ -238,6 +261,28 @@ def test_resumed_on_another_mesh(kind: str, first: str, then: str, tmp_path: Pat
 
     mw.simulate(lambda: run(MESHES[first], data(20)[:9], False), MESHES[first])
     assert max(mw.simulate(lambda: run(MESHES[then], data(20)[9:], True), MESHES[then])) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", ["Muon", "Shampoo"])
+def test_captured_steps_resume_on_another_mesh(kind: str, tmp_path: Path) -> None:
+    want = one_device(KINDS[kind], 20)
+
+    def run(mesh: mw.Mesh, batches: list[Tensor], resumed: bool) -> float:
+        model = net()
+        more: Any = {"layouts": layouts(mesh), "batch": {"dp": mw.Shard(0)}, **stored(mesh)}
+        step = mw.compile_step(model, loss_of, KINDS[kind](model), data(1)[0], mesh=mesh, **more)
+        store = mw.Checkpoints(tmp_path)
+        if resumed:
+            store.load(program=step)
+        for x in batches:
+            step(x)
+        if not resumed:
+            store.save(len(batches), program=step)
+        return off(model, want)
+
+    first, then = MESHES["dp=2,tp=2"], MESHES["dp=3"]
+    mw.simulate(lambda: run(first, data(20)[:9], False), first)
+    assert max(mw.simulate(lambda: run(then, data(20)[9:], True), then)) <= 1e-12
 
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
