@@ -201,7 +201,9 @@ class Layouts:
         inputs: dict[str, Any] = {}
         outputs: dict[str, Any] = {}
         nodes = {n.name: n for n in self.space.captured.graph.nodes}
-        returned = Counter(self._module(nodes[v.key[0]]) for v in self.space.values.values() if v.maker is not None)
+        returned = Counter(
+            path for v in self.space.values.values() if v.maker is not None for path in _leaving(nodes[v.key[0]])
+        )
         for value in self.space.values.values():
             if value.maker is None or not value.dtype.is_floating_point:
                 continue
@@ -221,13 +223,9 @@ class Layouts:
 
     def _module(self, node: fx.Node) -> str:
         """The innermost module whose output a node is; empty where it is that of none."""
-        stack = [str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-        for path in stack[::-1][:1]:
-            users = [u for u in node.users if u.op != "output"]
-            inside = any(str(p) == path for u in users for p, _ in (u.meta.get("nn_module_stack") or {}).values())
-            if not inside:
-                return path.removeprefix("model").removeprefix(".")
-        return ""
+        stack = _modules_of(node)
+        inside = any(stack[-1:] and stack[-1] in _modules_of(user) for user in node.users if user.op != "output")
+        return stack[-1] if stack and not inside else ""
 
     # -- estimates ------------------------------------------------------------------------------------
 
@@ -279,6 +277,18 @@ class Layouts:
                 local = value.nbytes / parts_of(self.read(value), self.space.sizes) * value.times
                 held[root] = max(held.get(root, 0.0), local)
         return sum(held.values())
+
+
+def _modules_of(node: fx.Node) -> list[str]:
+    """The modules whose forward a node is part of, outermost first."""
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    return [str(path).removeprefix("model").removeprefix(".") for path, _ in stack]
+
+
+def _leaving(node: fx.Node) -> list[str]:
+    """The modules of which a node is a result: what is outside of them reads it."""
+    users = [_modules_of(user) if user.op != "output" else [] for user in node.users]
+    return [path for path in _modules_of(node) if any(path not in inside for inside in users) or not users]
 
 
 def _named(roles: Sequence[str]) -> tuple[str, ...]:

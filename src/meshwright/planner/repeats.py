@@ -30,6 +30,11 @@ class BlockRun:
     first: int
     count: int
 
+    @property
+    def prefix(self) -> str:
+        """What names of blocks begin with; empty where the model itself is the list."""
+        return f"{self.path}." if self.path else ""
+
 
 @dataclass(frozen=True)
 class Repeats:
@@ -51,6 +56,13 @@ class Repeats:
             min(run.count, n + (i == more)) for i, (run, n) in enumerate(zip(self.runs, self.kept, strict=True))
         )
 
+    def blocks(self, counts: Sequence[int]) -> list[str]:
+        """Names of the blocks of lists that have a run, in a model with so many of each run."""
+        every: dict[str, int] = {}
+        for run, n in zip(self.runs, counts, strict=True):
+            every[run.prefix] = every.get(run.prefix, 0) + n
+        return [f"{prefix}{i}" for prefix, n in every.items() for i in range(n)]
+
     def names(self, name: str, counts: Sequence[int]) -> list[str]:
         """The names that one of the cut model stands for in a model with so many blocks of each run.
 
@@ -58,7 +70,7 @@ class Repeats:
         """
         here = there = 0
         for run, kept, count in zip(self.runs, self.kept, counts, strict=True):
-            match = re.match(rf"{re.escape(run.path)}\.(\d+)(?=\.|$)", name)
+            match = re.match(rf"{re.escape(run.prefix)}(\d+)(?=\.|$)", name)
             if run.first == 0:
                 here = there = 0
             if match and here <= int(match[1]) < here + kept:
@@ -66,7 +78,7 @@ class Repeats:
                 first, last = (i, i + 1) if i < kept - 2 or kept == count else (i, count - 1)
                 if i == kept - 1 and kept != count:
                     first, last = count - 1, count
-                return [f"{run.path}.{there + n}{name[match.end() :]}" for n in range(first, last)]
+                return [f"{run.prefix}{there + n}{name[match.end() :]}" for n in range(first, last)]
             here, there = here + kept, there + count
         return [name]
 
@@ -80,7 +92,7 @@ def repeats_of(model: nn.Module, keep: int) -> Repeats:
     """The outermost lists of a model with more than ``keep`` blocks that are alike."""
     runs: list[BlockRun] = []
     for path, module in model.named_modules():
-        inside = any(path.startswith(f"{r.path}.") for r in runs)
+        inside = any(path.startswith(r.prefix) for r in runs)
         if inside or not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
             continue
         numbers = _numbers_of(module)

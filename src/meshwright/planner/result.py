@@ -306,7 +306,7 @@ def _measured(search: PlanSearch, c: Candidate) -> Measured:
     counts = search.repeats.counts()
     table = table_of(
         c.layouts, c.storage, lambda name: search.repeats.names(name, counts), fold=False,
-        blocks=_blocks(search, counts) if c.storage.recompute else (),
+        blocks=search.repeats.blocks(counts) if c.storage.recompute else (),
     )  # fmt: skip
     with search.timed("build"):
         return _whole(search, _mesh(search, c), table)
@@ -342,18 +342,10 @@ def _estimated(c: Candidate) -> Measured:
 
 def _plan_of(search: PlanSearch, c: Candidate) -> Any:
     def made(names: Any, counts: Sequence[int]) -> Plan:
-        globs = _blocks(search, counts) if c.storage.recompute else ()
+        globs = search.repeats.blocks(counts) if c.storage.recompute else ()
         return Plan(table_of(c.layouts, c.storage, names, blocks=globs, fold=False))
 
     return made
-
-
-def _blocks(search: PlanSearch, counts: Sequence[int]) -> list[str]:
-    """Names of the blocks that repeat, in a model with so many of each run."""
-    found: dict[str, int] = {}
-    for run, n in zip(search.repeats.runs, counts, strict=True):
-        found[run.path] = found.get(run.path, 0) + n
-    return [f"{path}.{i}" for path, n in found.items() for i in range(n)]
 
 
 def _found(search: PlanSearch, c: Candidate, made: Measured, frontier: tuple[Candidate, ...], gap: float) -> FoundPlan:
@@ -361,7 +353,7 @@ def _found(search: PlanSearch, c: Candidate, made: Measured, frontier: tuple[Can
     counts = search.repeats.counts()
     every = [*(n for n, _ in model.named_parameters()), *(n for n, _ in model.named_buffers())]
     every += [n for n, _ in model.named_modules()]
-    blocks = _blocks(search, counts) if c.storage.recompute else []
+    blocks = search.repeats.blocks(counts) if c.storage.recompute else []
     table = table_of(
         c.layouts, c.storage, lambda name: search.repeats.names(name, counts), every, blocks=blocks,
         made_for={"model": model_words(model), "hardware": search.hardware.name},
