@@ -10,7 +10,7 @@ from .core import Benchmark
 # Each has BENCHMARKS; a new one needs no more than its name here.
 MODULES = (
     *("ops", "block", "optimizers", "steps", "memory", "wire", "capture", "replay", "lengths", "checkpoint"),
-    *("precision", "hand", "context", "experts", "pipeline", "check"),
+    *("precision", "hand", "context", "experts", "pipeline", "check", "plan"),
 )
 
 

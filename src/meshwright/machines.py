@@ -128,6 +128,14 @@ class Hardware:
         link = self.link(stride, size)
         return Network(link.latency, link.bandwidth, self.speed(dtype), self.memory_bandwidth, self.launch)
 
+    def seconds(self, sizes: Sequence[int], axes: Sequence[int], nbytes: float) -> float:
+        """Of a collective over some axes of a mesh, which sends so many bytes from each rank."""
+        apart = strides(sizes)
+        stride, outer = min(apart[a] for a in axes), min(axes)
+        link = self.link(stride, apart[outer] * sizes[outer] // stride)
+        ranks = math.prod(sizes[a] for a in axes)
+        return Network(link.latency, link.bandwidth, 1.0).seconds(nbytes, ranks)
+
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
         return dataclasses.asdict(self) | {"flops": dict(self.flops)}
@@ -218,8 +226,8 @@ def bytes_from(said: str | float, what: str) -> float:
     """
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]i?|)b?\s*", str(said).lower())
     try:
-        value = float(match[1]) * _UNITS[match[2]] if match else math.nan
-    except ValueError:
+        value = float(said) if not isinstance(said, str) else float(match[1]) * _UNITS[match[2]] if match else math.nan
+    except (TypeError, ValueError):
         value = math.nan
     if isinstance(said, bool) or not 0 < value < math.inf:
         raise HardwareError(f"{what}={said!r}: a number of bytes was expected, as in {what}='70GB'")

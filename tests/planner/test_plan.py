@@ -112,7 +112,7 @@ def test_predicted_is_explained_is_run(name: str, options: dict[str, Any]) -> No
 def drawn(space_seed: int, layouts: Layouts) -> Layouts:
     """Another assignment of the same space: the optimum of random prices, which only possible ones have."""
     draw = random.Random(space_seed)
-    problem = layouts.space.problem
+    problem = layouts.space.problem_of(0.0)
     made = Problem(problem.sizes, dict(problem.factors), problem.tables)
     import numpy as np
 
@@ -138,6 +138,19 @@ def test_any_plan_of_the_space_equals_one_device(seed: int) -> None:
     table = table_of(other, storage, lambda n: search.repeats.names(n, counts), blocks=blocks, fold=False)
     (losses, params), _, _ = trained(name, mesh, table)
     expected_losses, expected = alone(name)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)
+    for n, p in expected.items():
+        torch.testing.assert_close(params[n], p, rtol=2e-3, atol=2e-4)
+
+
+def test_a_weight_is_split_by_inputs_where_it_has_a_bias() -> None:
+    """One rank adds the bias to the sum: ``{x, bias}`` of a linear layer are Partial together."""
+    fix = {"blocks.*.mlp.up.weight": {"tp": mw.Shard(0)}, "blocks.*.mlp.down.weight": {"tp": mw.Shard(1)}}
+    found = planned("gpt", mesh=mw.Mesh({"tp": 2}), fix=fix)
+    assert found.plan.placements_of("blocks.1.mlp.down.weight") == {"tp": mw.Shard(1)}
+    (losses, params), sent, _ = trained("gpt", found.mesh, found.plan)
+    assert sent == found.bytes
+    expected_losses, expected = alone("gpt")
     torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)
     for n, p in expected.items():
         torch.testing.assert_close(params[n], p, rtol=2e-3, atol=2e-4)

@@ -26,7 +26,10 @@ def test_the_last_line_is_one_object(tmp_path: Path) -> None:
     keys = {"mesh", "seconds", "step_seconds", "bytes", "memory", "layouts", "candidates"}
     assert keys <= said.keys()
     assert mw.load_layouts(tmp_path / "plan.toml").mesh == said["mesh"]
-    text = run("plan", "--preset", "gpt", *SIZES)
+    text = run("plan", "--preset", "gpt", *SIZES, "--html", str(tmp_path / "plan.html"))
+    page = (tmp_path / "plan.html").read_text()
+    assert "Predicted time" in page
+    assert "plan for 4 × cpu-gloo" in page
     assert text.exit_code == 0
     assert "a step takes" in text.output
     assert "other ways" in text.output

@@ -130,7 +130,7 @@ def alone(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 def drawn(draw: random.Random, layouts: Layouts) -> Layouts:
     """An assignment of the same space: the optimum of random prices, which only possible ones have."""
-    problem = layouts.space.problem
+    problem = layouts.space.problem_of(0.0)
     other, most = Problem(problem.sizes, dict(problem.factors), problem.tables), draw.choice([10**8, 10**11])
     for v, size in enumerate(problem.sizes):
         other.add((v,), np.array([draw.randrange(most) for _ in range(size)], dtype=np.int64))

@@ -37,8 +37,8 @@ LAYERS = (
     *(
         "program.step",
         "program.compile",
-        "planning",
         "planner",
+        "planning",
         "checkpoint",
         "testing",
         "integrations",

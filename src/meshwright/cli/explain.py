@@ -63,6 +63,12 @@ class ExplainConfig(StepConfig):
         None, "--layouts", MODEL, "With --model: a file of [bold]meshwright layouts --save[/], in place of its own.",
         metavar="FILE",
     )  # fmt: skip
+    hardware: str | None = option(
+        None, "--hardware", PROGRAM,
+        "Also predict when a rank computes, sends and waits on this machine: a preset or a file of meshwright "
+        "calibrate.",
+        metavar="NAME",
+    )  # fmt: skip
     diff: bool = option(False, "--diff", PROGRAM, "Compare the program before and after the passes.")
     as_json: bool = option(False, "--json", OUTPUT, "One JSON object on stdout instead of text.")
     compare: str | None = option(
@@ -142,12 +148,14 @@ def _report(config: ExplainConfig) -> tuple[str, Explanation | Comparison]:
 
     from meshwright.compat import pytree
     from meshwright.explanation import Comparison, explain_program
+    from meshwright.machines import hardware
     from meshwright.program import build
     from meshwright.program.capture.ledger import ledger_of
     from meshwright.program.run.pipeline import cut_batch
 
     from .subject import subject_of
 
+    machine = None if config.hardware is None else hardware(config.hardware)
     if config.device == "cuda" and not torch.cuda.is_available():
         raise OptionError("--device cuda: PyTorch knows the ops of a GPU only where there is one; leave it out")
     subject = subject_of(config, config.model, config.layouts, _shape(config))
@@ -171,7 +179,7 @@ def _report(config: ExplainConfig) -> tuple[str, Explanation | Comparison]:
 
     def explained(program: Program, passes: Sequence[Pass] = ()) -> Explanation:
         asked = ledger_of(subject.model, optimizer, subject.plan, before, program, passes)
-        return explain_program(program, asked)
+        return explain_program(program, asked, machine)
 
     made = explained(manager(before.program), manager.passes)
     return subject.title, Comparison(explained(before.program), made) if config.diff else made

@@ -26,6 +26,10 @@ def layouts(
     mesh: Annotated[str, typer.Option("--mesh", metavar="AXIS=SIZE,...", help="Named axes and their sizes.")],
     data: Annotated[str, typer.Option("--data", metavar="AXIS", help="The axis that splits the batch.")] = "dp",
     tensor: Annotated[str, typer.Option("--tensor", metavar="AXIS", help="The axis that splits parameters.")] = "tp",
+    hardware: Annotated[
+        str | None,
+        typer.Option("--hardware", metavar="NAME", help="Also list where meshwright plan differs on this machine."),
+    ] = None,
     save: Annotated[str | None, typer.Option("--save", metavar="FILE", help="Write the table as TOML.")] = None,
 ) -> None:
     """Find layouts for your own model: what each axis splits, and why, with no devices and no processes.
@@ -44,7 +48,7 @@ def layouts(
         from .subject import users
 
         subject = users(path, on)
-        table = found(subject.model, on, subject.batch, subject.loss_fn, data=data, tensor=tensor)
+        table = found(subject.model, on, subject.batch, subject.loss_fn, data=data, tensor=tensor, hardware=hardware)
         if save is not None:
             with writing_to("--save", save):
                 table.save(save)

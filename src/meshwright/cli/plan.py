@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -40,6 +41,14 @@ def plan(
     seq: Annotated[int | None, typer.Option("--seq", metavar="N", help="Of a built-in model: tokens of each.")] = None,
     layers: Annotated[int | None, typer.Option("--layers", metavar="N", help="Of a built-in model: blocks.")] = None,
     save: Annotated[str | None, typer.Option("--save", metavar="FILE", help="Write the plan as TOML.")] = None,
+    html: Annotated[
+        str | None,
+        typer.Option(
+            "--html",
+            metavar="FILE",
+            help="Write one page of the plan and of its program, built whole (a capture more).",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of stdout.")] = False,
 ) -> None:
     """Find mesh, layouts and storage of a model for a machine, with no devices and no processes.
@@ -53,6 +62,10 @@ def plan(
         if save is not None:
             with writing_to("--save", save):
                 found.plan.save(save)
+        if html is not None:
+            page = found.explain().to_html(f"Plan for {found.mesh.size} × {found.search.hardware.name}")
+            with writing_to("--html", html):
+                Path(html).write_text(page, encoding="utf-8")
     except MeshwrightError as error:
         complain(error)
         raise typer.Exit(BAD_INPUT) from None

@@ -14,6 +14,7 @@ from ..resharding.record import Record
 from .entries import Collective, Laid, Total, Warned, folded, plain, recorded
 from .memory import Memory
 from .pipeline import PipelineAccount
+from .timeline import Timeline
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Account:
         update: the optimizer that the step contains, in words.
         notes: what else is to be known: what passes did.
         ledger: what was asked of a step, and what became of each request.
+        time: when a rank computes, sends and waits along a step, as predicted; None where no hardware is known.
         pipeline: who computes what when, of a step that is cut into stages, and what their ranks hold.
     """
 
@@ -47,6 +49,7 @@ class Account:
     notes: tuple[str, ...] = ()
     ledger: tuple[Asked, ...] = ()
     pipeline: PipelineAccount | None = None
+    time: Timeline | None = None
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -112,6 +115,7 @@ class Account:
             "records": [plain(c) for c in self.collectives],
             "layouts": [plain(x) for x in self.laid],
             "memory": None if self.memory is None else self.memory.to_dict(),
+            "time": None if self.time is None else self.time.to_dict(),
             "pipeline": None if self.pipeline is None else self.pipeline.to_dict(),
         }
         return made

@@ -14,6 +14,7 @@ from .account import Account
 from .entries import Collective, Laid, folded_layouts, in_bytes, placed, starred
 from .memory import CATEGORIES, Memory
 from .pipeline import PipelineAccount
+from .timeline import Timeline
 
 if TYPE_CHECKING:
     import jinja2
@@ -41,7 +42,7 @@ def as_page(why: Account, title: str, compared: Iterable[tuple[str, str, str]] =
     return template().render(
         title=title or ("Training step" if why.mesh is not None else "Eager code"),
         why=why, compared=list(compared), roles=ROLES, categories=CATEGORIES, mesh=_mesh(why.mesh, why.rank),
-        line=_timeline(why), drawn=drawn, notes=notes,
+        line=_timeline(why), time=_time(why.time), drawn=drawn, notes=notes,
         rows=_rows(why.collectives), kinds=sorted({c.kind for c in why.collectives}),
         axes=sorted({",".join(c.axes) for c in why.collectives}), tree=_tree(why.laid),
         totals=[(t, t.bytes / max(1, *(u.bytes for u in why.totals))) for t in why.totals],
@@ -139,6 +140,23 @@ def _timeline(why: Account) -> dict[str, Any] | None:
         "areas": _areas(memory) if memory is not None else [], "top": _TOP, "memory": _HEIGHT,
         "roles": _bands(memory) if memory is not None else [],
     }  # fmt: skip
+
+
+def _time(time: Timeline | None) -> dict[str, Any] | None:
+    """Lanes of compute and wires, with bars as long as they take."""
+    if time is None:
+        return None
+    unit, rows = WIDTH / (time.seconds or 1.0), list(time.lanes())
+    bars = [
+        {
+            "x": round(s.start * unit, 2), "w": round(max(0.3, (s.end - s.start) * unit), 2),
+            "y": rows.index(s.lane) * _ROW, "h": _ROW - 4, "role": s.role, "what": s.what or s.lane,
+            "ms": (s.end - s.start) * 1e3,
+        }
+        for s in time.spans
+    ]  # fmt: skip
+    labels = [(name, i * _ROW) for i, name in enumerate(rows)]
+    return {"bars": bars if len(bars) <= _MOST_ACTIONS else [], "rows": labels, "height": _ROW * len(rows)}
 
 
 def _areas(memory: Memory) -> list[tuple[str, str]]:

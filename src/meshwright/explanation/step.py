@@ -9,6 +9,7 @@ import torch.fx as fx
 
 from ..collective import ADDS, COLLECTIVES, SEND, bytes_of, rounds
 from ..layout import dtype_name, wire_name
+from ..machines import Hardware
 from ..program import Program, value_of
 from ..program.capture.ledger import Asked
 from ..program.ir.edges import Edge, edges
@@ -24,13 +25,17 @@ from .entries import Collective, Laid
 from .explanation import Explanation
 from .memory import memory_of
 from .pipeline import memory_of_stages, pipeline_of
+from .timeline import timeline_of
 
 _WIDEST = 160  # columns of a schedule that is drawn
 _SHOWN = ("param", "buffer", "batch")
 
 
-def explain_program(program: Program, ledger: tuple[Asked, ...] = ()) -> Explanation:
-    """Every collective of a rank's step and why, where layouts came from, totals and memory; and what was asked."""
+def explain_program(program: Program, ledger: tuple[Asked, ...] = (), hardware: Hardware | None = None) -> Explanation:
+    """Every collective of a rank's step and why, where layouts came from, totals and memory; and what was asked.
+
+    With hardware also the time that the step is predicted to take there.
+    """
     how, counts, listed = program.pipeline, runtime.Counts(), list[Collective]()
     served: dict[Record, None] = {}
     runs = {WHOLE: (program, 1)}
@@ -46,6 +51,7 @@ def explain_program(program: Program, ledger: tuple[Asked, ...] = ()) -> Explana
     return Explanation(
         list(served), counts, None, program.mesh, program.rank, tuple(listed), _laid(program), memory,
         program.update, _notes(program), ledger, pipeline_of(program),
+        None if hardware is None else timeline_of(program, hardware),
     )  # fmt: skip
 
 

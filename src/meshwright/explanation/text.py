@@ -17,6 +17,7 @@ from .account import Account
 from .entries import Collective, Laid, folded, folded_layouts, in_bytes, in_words, placed
 from .memory import CATEGORIES, Memory
 from .pipeline import PipelineAccount
+from .timeline import COMPUTE, Timeline
 
 COLORS = {"forward": "cyan", "recomputation": "green", "backward": "magenta", "optimizer": "yellow"}
 
@@ -57,6 +58,9 @@ def _sections(why: Account) -> Iterator[tuple[RenderableType, ...]]:
     yield _titled("totals per rank", _totals(why))
     if why.memory is not None:
         yield _titled(f"memory per rank: peak {in_bytes(why.memory.peak)}", *_memory(why.memory))
+    if why.time is not None:
+        seconds = f"{why.time.seconds * 1e3:.3g} ms"
+        yield _titled(f"predicted time of a step on {why.time.hardware}: {seconds}", _time(why.time))
     if why.pipeline is not None:
         yield _titled(f"memory per rank along {why.pipeline.axis} between micro-batch actions", _stages(why.pipeline))
 
@@ -94,6 +98,17 @@ def _stages(pipeline: PipelineAccount) -> Table:
     for r in pipeline.ranks:
         sizes = [in_bytes(n) for n in (r.parameters, r.states, r.gathered, r.gradients, r.activations)]
         table.add_row(str(r.rank), ", ".join(map(str, r.stages)), *sizes, str(r.micro_batches), in_bytes(r.total))
+    return table
+
+
+def _time(time: Timeline) -> Table:
+    table = _table("", "ms", "of the step", "along the step", right=("ms", "of the step"))
+    waits = {"waits for collectives": time.exposed, "waits for stages": time.bubble}
+    for name, seconds in {**time.lanes(), **{k: s for k, s in waits.items() if s}}.items():
+        lane = Text(time.drawn(name), style="cyan")
+        share = f"{seconds / time.seconds:.0%}" if time.seconds else ""
+        label = name if name in waits or name == COMPUTE else f"wire of {name}"
+        table.add_row(label, f"{seconds * 1e3:.3g}", share, lane)
     return table
 
 

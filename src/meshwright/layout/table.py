@@ -8,6 +8,7 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,11 @@ class LayoutTable(MutableMapping[str, Mapping[str, Placement]]):
 
     def __len__(self) -> int:
         return len(self.lines)
+
+    def placements_of(self, name: str) -> dict[str, Placement]:
+        """What shards a parameter: that of the last glob which matches its name."""
+        found = [line.placements for glob, line in self.lines.items() if fnmatchcase(name, glob)]
+        return {a: p for a, p in (found[-1] if found else {}).items() if not isinstance(p, Replicate)}
 
     def __repr__(self) -> str:
         return f"<layouts of {len(self)} lines for {_axes(self.mesh)}>"

@@ -59,6 +59,7 @@ class Layouts:
         space, optimum: of which it is.
         axes: names of the mesh's axes, by what they do.
         inner: the outermost axis, of the batch, is two: of so many ranks the inner one (hybrid sharding); 0: one.
+        shown: part of the time of gradients' sums that the optimum counts.
         roles: of each axis: ``"dp"``, ``"cp"``, ``"ep"`` or ``"tp"``.
         sizes: of each axis.
     """
@@ -67,6 +68,7 @@ class Layouts:
     optimum: Optimum
     axes: tuple[str, ...] = ()
     inner: int = 0
+    shown: float = 0.0
     roles: tuple[str, ...] = field(init=False)
     sizes: tuple[int, ...] = field(init=False)
 
@@ -81,7 +83,7 @@ class Layouts:
 
     def hybrid(self, inner: int) -> Layouts:
         """The same with the outermost axis as two."""
-        return Layouts(self.space, self.optimum, (), inner)
+        return Layouts(self.space, self.optimum, (), inner, self.shown)
 
     def spread(self, state: State) -> State:
         """A state by the axes that there are."""
@@ -236,7 +238,7 @@ class Layouts:
             way, (there, back) = self.way(op), op.seconds
             least = (launch if there else 0.0) + (launch if back else 0.0)
             compute += op.times * max((there + back) * way.work, least)
-        return compute, self.optimum.price / PICO - compute - self._synchronized() * space.synchronization
+        return compute, self.optimum.price / PICO - compute - self._synchronized() * self.shown
 
     def _synchronized(self) -> float:
         """Seconds of the sums of gradients."""

@@ -7,7 +7,7 @@ run.  All numbers grow by the same for each block, so those of the whole model f
 from __future__ import annotations
 
 import copy
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ..collective import COLLECTIVES, bytes_of
+from ..collective import COLLECTIVES
 from ..compat import pytree
 from ..explanation import explain_program, memory_of
+from ..explanation.timeline import collectives_of, idle_of, network_of
 from ..machines import Hardware
 from ..mesh import Mesh
 from ..passes import PassManager
@@ -25,10 +26,9 @@ from ..passes.buckets import seconds_of
 from ..program import Plan, Program
 from ..program.capture.build import build
 from ..program.capture.export import LossFn
-from ..program.ir.nodes import checked_value, info_of
+from ..program.ir.nodes import info_of
 from ..program.ir.purposes import Purpose
 from ..program.run.pipeline import cut_batch
-from .prices import Wires
 from .repeats import Repeats, cut_to
 
 Key = tuple[str, ...]
@@ -112,6 +112,14 @@ def _numbers(
     step: TrainedStep, mesh: Mesh, plan_of: Any, hardware: Hardware, repeats: Repeats, counts: Sequence[int],
     passes: Sequence[str],
 ) -> Numbers:  # fmt: skip
+    program = program_of(step, mesh, plan_of, repeats, counts, passes)
+    return numbers_of(program, hardware) if program.pipeline is None else _of_pipeline(program, hardware)
+
+
+def program_of(
+    step: TrainedStep, mesh: Mesh, plan_of: Any, repeats: Repeats, counts: Sequence[int], passes: Sequence[str]
+) -> Program:
+    """The program of a plan, for a model with so many blocks of each run."""
     manager, batch = PassManager(list(passes)), step.batch
     if manager.splits > 1:  # a program is that of a micro-batch
         leaves, tree = pytree.tree_flatten(batch)
@@ -122,8 +130,7 @@ def _numbers(
         program = build(
             step.model, step.loss_fn, optimizer, batch, mesh, plan, homes=manager.homes, weighing=manager.weighing
         ).program
-    program = manager(program)
-    return numbers_of(program, hardware) if program.pipeline is None else _of_pipeline(program, hardware)
+    return manager(program)
 
 
 def _of_pipeline(program: Program, hardware: Hardware) -> Numbers:
@@ -137,9 +144,7 @@ def _of_pipeline(program: Program, hardware: Hardware) -> Numbers:
         for key, value in numbers_of(part, hardware).items() if times else ():
             if key[0] not in ("memory", "bytes", "count"):
                 found[key] += times * value
-    ranks = program.mesh.sizes[how.axis]
-    waits = (ranks - 1) / how.schedule.micro_batches  # the bubble of 1F1B, of what a rank computes
-    found["compute", "bubble"] = waits * sum(v for k, v in found.items() if k[0] == "compute")
+    found["compute", "bubble"] = idle_of(how, here) * sum(v for k, v in found.items() if k[0] == "compute")
     for (kind, axes), (count, nbytes) in explained.counts.table.items():
         found["count", kind] += count
         found["bytes", ",".join(axes)] += nbytes
@@ -162,28 +167,16 @@ def _of(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.opti
 
 def numbers_of(program: Program, hardware: Hardware) -> Numbers:
     """All numbers of a program that add up over blocks."""
-    mesh = program.mesh
     found: defaultdict[Key, float] = defaultdict(float)
-    dtypes = Counter(v.dtype for n in program.graph.nodes for v in info_of(n).values)
-    dtype = max((d for d in dtypes if d.is_floating_point), key=dtypes.__getitem__, default=torch.float32)
-    network = hardware.network(1, 1, str(dtype).removeprefix("torch."))
-    wires = Wires(mesh.sizes, hardware)
+    network = network_of(program, hardware)
     names = {n.name: i.name for n, i in zip(program.placeholders, program.inputs, strict=True)}
     for node in program.graph.nodes:
-        if node.op != "call_function":
-            continue
-        if node.target not in COLLECTIVES:
+        if node.op == "call_function" and node.target not in COLLECTIVES:
             found["compute", info_of(node).role] += seconds_of(node, network)
-            continue
-        x, *options = node.args
-        given = checked_value(x)
-        axes = str(options[-2])
-        nbytes = bytes_of(node.target, given.shape, given.dtype, options)
-        kind, purpose = COLLECTIVES[node.target].name, Purpose.of(program, node, names)
+    for node, axes, nbytes, seconds in collectives_of(program, hardware):
         found["bytes", axes] += nbytes
-        found["count", kind] += 1
-        seconds = wires.seconds([mesh.axis_index(a) for a in axes.split(",")], nbytes)
-        found["parameters" if purpose.parameter else "activations",] += seconds
+        found["count", COLLECTIVES[node.target].name] += 1
+        found["parameters" if Purpose.of(program, node, names).parameter else "activations",] += seconds
     memory = memory_of(program)
     found["memory",] = memory.peak
     for category, nbytes in memory.at_peak.items():

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..errors import ConversionError
 from ..layout import REPLICATE, Partial, Shard
-from ..machines import Hardware, strides
+from ..machines import Hardware
 from ..resharding.planner import Type, both_ways
 from .solve import NEVER, Prices
 
@@ -51,11 +51,7 @@ class Wires:
 
     def seconds(self, axes: Sequence[int], nbytes: float) -> float:
         """Of a collective over some axes, which sends so many bytes from each rank."""
-        size = math.prod(self.sizes[a] for a in axes)
-        stride, outer = min(strides(self.sizes)[a] for a in axes), min(axes)
-        span = strides(self.sizes)[outer] * self.sizes[outer]
-        link = self.hardware.link(stride, span // stride)
-        return 0.0 if size < 2 else link.latency * math.ceil(math.log2(size)) + nbytes / link.bandwidth
+        return self.hardware.seconds(self.sizes, axes, nbytes)
 
     def conversions(self, states: tuple[State, ...], nbytes: float, learnt: bool) -> Prices:
         """The price from each state of a value to each other one.

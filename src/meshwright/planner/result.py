@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 
 from ..errors import PassError, PlanError, takes
+from ..explanation import Explanation, explain_program
 from ..explanation.entries import in_bytes
 from ..layout import LayoutTable
 from ..machines import Hardware, bytes_from, hardware
@@ -19,7 +20,7 @@ from ..program import Plan
 from ..program.capture.export import LossFn
 from ..shard.parameters.made_for import model_words
 from .emit import Layouts, table_of
-from .measure import Measured, TrainedStep, measure
+from .measure import Measured, TrainedStep, measure, program_of
 from .repeats import Repeats
 from .search import Candidate, PlanSearch, rows_of
 
@@ -108,11 +109,11 @@ class FoundPlan:
         pinned = search.fixing(mesh, {**search.fix, pattern: placement})
         said = ", ".join(f"{a}: {p!r}" for a, p in placement.items())
         try:
-            layouts = pinned.layouts(sizes, shown=chosen.space.synchronization)
+            layouts = pinned.layouts(sizes, shown=chosen.shown)
         except PlanError as error:
             return Why(pattern, placement, 0.0, 0, 0.0, f"{pattern} as {said}: no plan on this mesh: {error}", False)
         assert layouts is not None
-        layouts = Layouts(layouts.space, layouts.optimum, axes, chosen.inner)
+        layouts = Layouts(layouts.space, layouts.optimum, axes, chosen.inner, chosen.shown)
         made = _measured(pinned, pinned.priced(layouts, self.chosen.storage))
         more = made.step_seconds - self.step_seconds, made.total_bytes - self.bytes, made.memory - self.memory
         words = (
@@ -136,6 +137,17 @@ class FoundPlan:
         }
         close = abs(self.measured.memory - found.memory) <= 0.01 * found.memory
         return {k: v for k, v in pairs.items() if v[0] != v[1] and not (k == "memory" and close)}
+
+    def explain(self) -> Explanation:
+        """Explain the program of the whole model, with its predicted time. Takes as long as a capture."""
+        table = self.plan
+        passes = table.options.get("passes", ())
+        program = program_of(
+            self.search.step, self.mesh, lambda names, counts: Plan(table), Repeats((), ()), (), passes
+        )
+        why = explain_program(program, (), self.search.hardware)
+        why.notes = (*str(self).splitlines(), *why.notes)
+        return why
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""

@@ -92,6 +92,7 @@ class PlanSearch:
         self.work = OpWork(saving=True)
         self.states = _states(self.step.optimizer)
         self._solved: dict[Any, Layouts | None] = {}
+        self._spaces: dict[tuple[tuple[int, ...], float], Space] = {}
         _check_fix(self.fix, self.step.model, self.mesh)
 
     @contextmanager
@@ -134,25 +135,29 @@ class PlanSearch:
             held: seconds that a byte of memory is worth.
             shown: part of the time of gradients' sums that nothing hides.
         """
-        given = self.fix
         key = sizes, held, shown
         if key not in self._solved:
-            captured = self.captured()
             axes = self.axes(sizes)
-            with self.timed("tables"):
-                space = Space(
-                    captured, Wires(sizes, self.hardware), self.repeats, work=self.work, held=held * 1e12,
-                    fixed=_allowed(given, captured, axes, self.repeats), synchronization=shown,
-                )  # fmt: skip
+            space = self._space(sizes, held)
+            fixed = _allowed(self.fix, self.captured(), axes, self.repeats)
+            named = axes if self.mesh is not None or self.fix else ()
             with self.timed("solve"):
-                optimum = solve(space.problem)
-            named = self.mesh is not None or bool(given)
-            found = Layouts(space, optimum, axes if named else ())
-            if not _useful(found) and (pinned := _batch_split(space)):
-                with self.timed("solve"):  # what is too small to be worth sending is divided by rows all the same
-                    found = Layouts(space, solve(space.problem.pinned(pinned)), axes if named else ())
+                problem = space.problem_of(shown, fixed)
+                found = Layouts(space, solve(problem), named, shown=shown)
+                if not _useful(found) and (pinned := _batch_split(space)):
+                    # what is too small to be worth sending is divided by rows all the same
+                    found = Layouts(space, solve(problem.pinned(pinned)), named, shown=shown)
             self._solved[key] = found if self.mesh is not None or _useful(found) else None
         return self._solved[key]
+
+    def _space(self, sizes: tuple[int, ...], held: float) -> Space:
+        """The tables of a mesh; made once, whatever is fixed."""
+        if (sizes, held) not in self._spaces:
+            captured = self.captured()
+            with self.timed("tables"):
+                wires = Wires(sizes, self.hardware)
+                self._spaces[sizes, held] = Space(captured, wires, self.repeats, work=self.work, held=held * 1e12)
+        return self._spaces[sizes, held]
 
     def axes(self, sizes: tuple[int, ...]) -> tuple[str, ...]:
         """Names of the axes that `fix` may use."""
@@ -164,11 +169,20 @@ class PlanSearch:
 
     def candidates(self) -> list[Candidate]:
         """All of them, the fastest of those that fit first."""
-        made = [c for sizes in self.meshes() for c in self.on(sizes)]
+        made, impossible = list[Candidate](), list[PlanError]()
+        for sizes in self.meshes():
+            try:
+                made += self.on(sizes)
+            except PlanError as error:
+                impossible.append(error)
+        if impossible and not made:
+            raise impossible[0]
         fits = [c.seconds for c in made if c.memory <= self.memory]
         made += self.piped(min(fits, default=math.inf))
         if not any(c.memory <= self.memory for c in made):
-            made += [c for sizes in self.meshes() for c in self.on(sizes, self._worth())]
+            made += [
+                c for sizes in dict.fromkeys(c.layouts.space.sizes for c in made) for c in self.on(sizes, self._worth())
+            ]
         if not made:
             rows = self._rows()
             raise PlanError(
@@ -308,7 +322,7 @@ class PlanSearch:
     def fixing(self, mesh: Mesh, fix: Fix) -> PlanSearch:
         """A search on one mesh with other layouts fixed, of the step that is captured already."""
         made = PlanSearch(self.step, self.hardware, self.memory, self.devices, mesh, fix)
-        made._captured, made.work = self.captured(), self.work
+        made._captured, made.work, made._spaces = self.captured(), self.work, self._spaces
         return made
 
     def _ideal(self) -> float:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from ..errors import PlanError
 
 Prices = NDArray[np.int64]
+Choice = NDArray[np.unsignedinteger[Any]]  # the best value of a variable, in as few bytes as its number takes
 NEVER = 10**17  # a price that nothing reaches, and sums of tens of which still fit
 _MOST = 1 << 26  # entries of a joined table, beyond which elimination is given up
 _SMALL = 1 << 22
@@ -34,16 +36,17 @@ class Tables:
     def __init__(self) -> None:
         self._known: dict[Any, Prices] = {}
         self._numbers: dict[int, int] = {}
-        self.eliminated: dict[Any, tuple[Prices, Prices]] = {}
+        self.eliminated: dict[Any, tuple[Prices, Choice]] = {}
 
     def intern(self, table: Prices) -> Prices:
         """The table that stands for all with this content."""
         if id(table) in self._numbers:
             return table
-        key = table.shape, table.tobytes()
+        table = np.ascontiguousarray(table)
+        key = table.shape, blake2b(table.data, digest_size=16).digest()
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = np.ascontiguousarray(table)
+            found = self._known[key] = table
             found.flags.writeable = False
             self._numbers[id(found)] = len(self._numbers)
         return found
@@ -140,7 +143,7 @@ class _Elimination:
         self.left = dict.fromkeys(v for v, n in enumerate(problem.sizes) if n > 1)
         for scope, table in problem.factors.items():
             self._add(scope, table)
-        self.trail: list[tuple[int, Scope, Prices]] = []
+        self.trail: list[tuple[int, Scope, Choice]] = []
         self.computed = 0
         self._heap: dict[int, dict[int, None]] = {}
         self._rank: dict[int, int] = {}
@@ -211,7 +214,7 @@ class _Elimination:
         for w in around:
             self._note(w)
 
-    def _joined(self, parts: Sequence[tuple[Scope, Prices]], scope: Scope) -> tuple[Prices, Prices]:
+    def _joined(self, parts: Sequence[tuple[Scope, Prices]], scope: Scope) -> tuple[Prices, Choice]:
         total = np.zeros(tuple(self.problem.sizes[w] for w in scope), dtype=np.int64)
         for places, table in parts:
             shape = [1] * len(scope)
@@ -221,7 +224,7 @@ class _Elimination:
             total += table.transpose(order).reshape(shape)
         best = total.argmin(-1)
         least = np.minimum(np.take_along_axis(total, best[..., None], -1)[..., 0], NEVER)
-        return self.tables.intern(np.asarray(least, dtype=np.int64)), cast(Prices, np.asarray(best))
+        return self.tables.intern(np.asarray(least, dtype=np.int64)), best.astype(np.min_scalar_type(total.shape[-1]))
 
     def values(self) -> tuple[int, ...]:
         """Each variable's value, from the last one that was eliminated backwards."""

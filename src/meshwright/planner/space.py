@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.fx as fx
 
+from ..errors import PlanError
 from ..layout import commute
 from ..mesh import Mesh
 from ..program.capture.complete import Completion, Key
@@ -33,7 +34,7 @@ _SMALL = 1 << 20  # bytes of a buffer up to which it is replicated without askin
 _MANY = 3
 _UNLIKE = 2e-5  # seconds that it costs if tensors of the batch are not split alike
 _HELD_PER_SECOND = 1e9  # bytes of a batch that is not split: what it costs to bring them to every rank
-Domain = Mapping[str, Sequence[State]]
+Fits = Mapping[str, Callable[[State], bool]]  # name of a parameter to whether it may have a state
 
 
 class Space:
@@ -42,8 +43,7 @@ class Space:
     Args:
         captured: of the cut model, whose blocks ``repeats`` counts.
         wires: the mesh as links.
-        fixed: name of a parameter, or of a tensor of the batch, to the states that it may have.
-        synchronization: part of the time of gradients' sums that nothing hides.
+        held: picoseconds that a byte of memory is worth.
     """
 
     def __init__(
@@ -52,19 +52,21 @@ class Space:
         wires: Wires,
         repeats: Repeats,
         *,
-        fixed: Mapping[str, Callable[[State], bool]] | None = None,
-        synchronization: float = 0.25,
         held: float = 0.0,
         work: OpWork | None = None,
     ) -> None:
         self.captured, self.wires, self.repeats = captured, wires, repeats
-        self.sizes, self.fixed, self.synchronization, self.held = wires.sizes, fixed or {}, synchronization, held
+        self.sizes, self.held = wires.sizes, held
         self.mesh = Mesh({f"a{i}": n for i, n in enumerate(self.sizes)})
         self.graph = Completion(captured, self.mesh)
         self.work = work or OpWork(saving=True)
         self.values: dict[Key, PlannedValue] = {}
         self.ops: list[PlannedOp] = []
-        self.problem = Problem()
+        self.problem = Problem()  # without the sums of gradients
+        self._sums: list[tuple[int, int, Prices]] = []
+        self._problems: dict[float, Problem] = {}
+        self._columns: dict[Any, tuple[State, ...]] = {}  # each is one object, so that its id is a key
+        self._known: dict[Any, Any] = {}
         self.ways = Ways(wires, self.mesh, self.values)
         self._blocks = _block_of(captured, repeats)
         self._read_values()
@@ -180,6 +182,30 @@ class Space:
             table = [[0 if s == t else round(_UNLIKE * PICO) for t in other.states] for s in one.states]
             self._table(one.variable, other.variable, np.array(table, dtype=np.int64))
 
+    def problem_of(self, shown: float, fixed: Fits | None = None) -> Problem:
+        """The problem where nothing hides this part of the time of gradients' sums.
+
+        Raises:
+            PlanError: If a parameter can have none of the states that are fixed.
+        """
+        if shown not in self._problems:
+            made = self.problem.pinned({})
+            for source, op, summed in self._sums:
+                made.add((source, op), np.minimum(np.rint(summed * shown).astype(np.int64), NEVER))
+            self._problems[shown] = made
+        allowed: dict[int, list[int]] = {}
+        for value in self.values.values():
+            fits = (fixed or {}).get(value.label)
+            if fits is None or value.variable < 0 or value.maker is not None:
+                continue
+            some = allowed[value.variable] = [i for i, s in enumerate(value.states) if fits(s)]
+            if not some:
+                raise PlanError(
+                    f"plan: fix= of {value.label}: a mesh of {' × '.join(map(str, self.sizes))} ranks cannot split its "
+                    f"shape {value.shape} so. Fix another dim, or give mesh= with this axis and fewer ranks on it."
+                )
+        return self._problems[shown].pinned(allowed) if allowed else self._problems[shown]
+
     def _price(self, op: PlannedOp, way: Way) -> int:
         forward, backward = op.seconds
         launch = self.wires.hardware.launch
@@ -202,10 +228,7 @@ class Space:
             ]
             if value.kind == "batch":
                 states = [s for s in states if all(t == INVARIANT or t[0].dim < 2 for t in s)]  # type: ignore[union-attr]
-        allowed = self.fixed.get(value.label)
-        value.states = tuple(s for s in states if allowed is None or allowed(s)) or ()
-        if not value.states:
-            value.states = (whole,)
+        value.states = self._columns.setdefault(tuple(states or [whole]), tuple(states or [whole]))
         prices = []
         for s in value.states:
             local = value.nbytes / parts_of(s, self.sizes)
@@ -248,11 +271,17 @@ class Space:
         if value.maker is None and value.variable < 0:
             return
         source = value.variable if value.maker is None else value.maker[0].variable
-        made = [*value.states] if value.maker is None else [w.outputs[value.maker[1]] for w in value.maker[0].ways]
-        needs = [[w.inputs[i] for w in op.ways] for op, i in value.readers]
+        made = value.states if value.maker is None else self._column(*value.maker, "outputs")
+        needs = [self._column(op, i, "inputs") for op, i in value.readers]
         if value.kind == "param":
             for (op, _), need in zip(value.readers, needs, strict=True):
-                self._table(source, op.variable, self._of_param(value, made, need))
+                key = id(made), id(need), value.nbytes, value.learnt, value.times
+                if key not in self._known:
+                    self._known[key] = self._of_param(value, made, need)
+                possible, summed = self._known[key]
+                self._table(source, op.variable, possible)
+                if summed.any():
+                    self._sums.append((source, op.variable, summed))
             return
         # Of what is replicated and has no gradient each reader takes its part.
         alone = len(needs) < 2 or (len(made) == 1 and not value.learnt)
@@ -261,12 +290,22 @@ class Space:
                 table = self._between(value, made, need, op.times) + self._kept(value, need)[None]
                 self._table(source, op.variable, table)
             return
-        value.states = tuple(dict.fromkeys([*made, *(s for need in needs for s in need)]))
+        union = tuple(map(id, (made, *needs)))
+        if union not in self._columns:
+            self._columns[union] = tuple(dict.fromkeys([*made, *(s for need in needs for s in need)]))
+        value.states = self._columns[union]
         kept = self._kept(value, value.states)
         value.variable = self.problem.variable(map(int, kept))
         self._table(source, value.variable, self._between(value, made, value.states, value.times))
         for (op, _), need in zip(value.readers, needs, strict=True):
             self._table(value.variable, op.variable, self._between(value, value.states, need, op.times))
+
+    def _column(self, op: PlannedOp, i: int, which: str) -> tuple[State, ...]:
+        """The states of one input or output in all ways of an op; ops of one rule have the same ways."""
+        key = id(op.ways), i, which
+        if key not in self._columns:
+            self._columns[key] = tuple(getattr(way, which)[i] for way in op.ways)
+        return self._columns[key]
 
     def _kept(self, value: PlannedValue, states: Sequence[State]) -> Prices:
         """What holding a value for the backward costs."""
@@ -279,27 +318,37 @@ class Space:
         if a != b:
             self.problem.add((a, b), np.minimum(table, NEVER))
 
-    def _between(self, value: PlannedValue, src: Sequence[State], dst: Sequence[State], times: int) -> Prices:
+    def _between(self, value: PlannedValue, src: tuple[State, ...], dst: tuple[State, ...], times: int) -> Prices:
+        key = id(src), id(dst), len(value.shape), value.nbytes, value.learnt, times
+        if key not in self._known:
+            self._known[key] = self._converted(value, src, dst, times)
+        found: Prices = self._known[key]
+        return found
+
+    def _converted(self, value: PlannedValue, src: Sequence[State], dst: Sequence[State], times: int) -> Prices:
         states = _around(len(value.shape), len(self.sizes), (*src, *dst))
         place = {s: i for i, s in enumerate(states)}
         closed = self.wires.conversions(states, float(value.nbytes), value.learnt)
         found = closed[np.ix_([place[s] for s in src], [place[s] for s in dst])]
         return np.where(found >= NEVER, NEVER, np.minimum(found, NEVER // max(times, 1)) * times)
 
-    def _of_param(self, value: PlannedValue, stored: Sequence[State], needs: Sequence[State]) -> Prices:
-        """A parameter is seen as it is stored; where ranks use it for different work its gradient is summed."""
+    def _of_param(self, value: PlannedValue, stored: Sequence[State], needs: Sequence[State]) -> tuple[Prices, Prices]:
+        """A parameter is seen as it is stored, and where ranks use it for different work its gradient is summed: which
+        pairs are possible, and what the sums take."""
         made = np.full((len(stored), len(needs)), NEVER, dtype=np.int64)
+        summed = np.zeros_like(made)
         for i, s in enumerate(stored):
             for k, need in enumerate(needs):
                 axes = [a for a, (have, want) in enumerate(zip(s, need, strict=True)) if have != want]
-                if any(s[a] != INVARIANT or need[a] != REDUCED for a in axes):
+                if any(s[a] != INVARIANT or need[a] not in (REDUCED, SUM) for a in axes):
                     continue
                 made[i, k] = 0
+                axes = [a for a in axes if need[a] == REDUCED]  # a bias that one rank adds costs nothing
                 if axes and value.learnt:
                     n = math.prod(self.sizes[a] for a in axes)
                     seconds = self.wires.seconds(axes, 2 * (n - 1) / n * value.nbytes / parts_of(s, self.sizes))
-                    made[i, k] = min(round(seconds * self.synchronization * PICO) * value.times, NEVER)
-        return made
+                    summed[i, k] = min(round(seconds * PICO) * value.times, NEVER)
+        return made, summed
 
     def _same(self, a: PlannedValue, b: PlannedValue) -> None:
         """What a block reads, the next one reads: so it can stand for all between."""

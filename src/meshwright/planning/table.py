@@ -13,8 +13,10 @@ from torch import Tensor
 
 from ..compat import pytree
 from ..errors import CaptureError, LayoutError, takes
-from ..layout import LayoutLine, LayoutTable, Placement, Shard
+from ..layout import LayoutLine, LayoutTable, Placement, Replicate, Shard
+from ..machines import Hardware
 from ..mesh import Mesh
+from ..planner import FoundPlan, plan
 from ..program.capture.export import Captured, LossFn, capture, leaf_names
 from ..program.capture.fakes import writing_nothing
 from ..program.ir.nodes import no_collection
@@ -22,6 +24,8 @@ from .blocks import captured_blocks
 from .choice import Chosen, choose_strands
 from .own_plan import own_plan
 from .strands import Strands
+
+_ANY = 1e18  # bytes of memory: layouts are compared, whatever fits
 
 
 @takes(
@@ -37,6 +41,7 @@ def layouts(
     *,
     data: str | None = "dp",
     tensor: str | None = "tp",
+    hardware: str | Hardware | None = None,
 ) -> LayoutTable:
     """Find layouts of a model's parameters for a mesh. Nothing is changed, sent or allocated.
 
@@ -53,6 +58,8 @@ def layouts(
         loss_fn: As for [compile_step][meshwright.compile_step].
         data: Axis that shards the batch. It need not exist.
         tensor: Axis that shards parameters. It need not exist.
+        hardware: A machine, as for [plan][meshwright.plan]. The notes then list what `plan` chooses for this mesh
+            where it differs.
 
     Returns:
         A [LayoutTable][meshwright.LayoutTable] for `shard_module(model, mesh, table)` and
@@ -78,9 +85,9 @@ def layouts(
     parts = _captured(model, loss_fn, batch, mesh, notes)
     lines = dict.fromkeys((n for n, _ in model.named_parameters()), LayoutLine({}, "not used, or not captured"))
     if tensor in mesh.axes and mesh.sizes[mesh.axis_index(tensor)] > 1:
-        plan = own_plan(model)
+        own = own_plan(model)
         for prefix, captured in parts.items():
-            told = {n.removeprefix(prefix): said for n, said in plan.items() if n.startswith(prefix)}
+            told = {n.removeprefix(prefix): said for n, said in own.items() if n.startswith(prefix)}
             strands = Strands(captured, mesh, mesh.axis_index(tensor), returned=bool(prefix))
             chosen = choose_strands(strands, told, pairs=bool(prefix))
             _split(lines, prefix, captured, chosen, tensor)
@@ -91,9 +98,27 @@ def layouts(
     for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
         if axis not in used and size > 1:
             notes.append(f"nothing is split over {axis!r}: its {size} ranks all do the same")
+    if hardware is not None:
+        notes += _planned(plan(model, loss_fn, batch, None, mesh=mesh, hardware=hardware, memory=_ANY), lines)
     axes = dict(zip(mesh.axes, mesh.sizes, strict=True))
     names = [*lines, *(n for n, _ in model.named_buffers())]
     return LayoutTable(axes, folded(lines, names), split, tuple(dict.fromkeys(notes)))
+
+
+def _planned(found: FoundPlan, lines: Mapping[str, LayoutLine]) -> list[str]:
+    """What a plan chooses where lines differ, layers that are alike as one."""
+    differ: dict[str, list[str]] = defaultdict(list)
+    for name, line in lines.items():
+        planned = found.plan.placements_of(name)
+        split = {a: p for a, p in line.placements.items() if not isinstance(p, Replicate)}
+        if planned != split:
+            said = ", ".join(f"{a}: {p!r}" for a, p in planned.items()) or "replicated"
+            differ[f"{re.sub(r'(?<![^.])[0-9]+(?![^.])', '*', name)}: {said}"].append(name)
+    if not differ:
+        return []
+    step = f"{found.step_seconds * 1e3:.3g} ms a step on {found.search.hardware.name}, by estimates"
+    alike = [n if len(names) > 1 else f"{names[0]}:{n.partition(':')[2]}" for n, names in differ.items()]
+    return [f"mw.plan chooses other layouts ({step}):", *alike]
 
 
 def _captured(

@@ -1,0 +1,122 @@
+"""No plan that people write by hand is faster by the model of costs than the one that is found."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import meshwright as mw
+from meshwright.planner.emit import Keeping
+from meshwright.planner.measure import TrainedStep
+from meshwright.planner.search import Candidate, PlanSearch
+from meshwright.train.config import StepConfig
+from meshwright.train.model import GPT, Llama, loss_of
+
+Built = tuple[nn.Module, Callable[[nn.Module, Any], Any], Any]
+DEVICES = (4, 8, 16, 64)
+MACHINE = mw.hardware("h100-8x400g")
+OUT, IN = {"tp": mw.Shard(0)}, {"tp": mw.Shard(1)}
+GPT_TP = {"*.mlp.up.weight": OUT, "*.mlp.down.weight": IN, "*.attention.out.weight": IN}
+LLAMA_TP = {
+    **{f"*.attention.{name}.weight": OUT for name in ("query", "key", "value")}, "*.attention.out.weight": IN,
+    "*.mlp.gate.weight": OUT, "*.mlp.up.weight": OUT, "*.mlp.down.weight": IN,
+}  # fmt: skip
+ENCODER_TP = {"*.linear1.weight": OUT, "*.linear2.weight": IN}
+
+
+def decoder(llama: Llama | None, seq: int = 1024, **options: Any) -> Built:
+    config = StepConfig(layers=6, heads=16, seq=seq, batch=64, dtype="bfloat16", **{"hidden": 1024, **options})
+    ids = torch.empty(64, seq, dtype=torch.long, device="meta")
+    return GPT(config, "meta", llama), lambda m, b: loss_of(m, *b), (ids, ids)
+
+
+def encoder(hidden: int, rows: int) -> Built:
+    with torch.device("meta"):
+        layer = nn.TransformerEncoderLayer(hidden, 8, 4 * hidden, 0.0, batch_first=True, norm_first=True)
+        net = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+        return net, lambda m, x: m(x).square().mean(), torch.empty(rows, 256, hidden)
+
+
+def mlp(width: int, rows: int) -> Built:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        return net, lambda m, x: m(x).square().mean(), torch.empty(rows, width)
+
+
+def images() -> Built:
+    with torch.device("meta"):
+        blocks = [nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.ReLU()) for _ in range(6)]
+        net = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        return net, lambda m, x: m(x).square().mean(), torch.empty(64, 3, 64, 64)
+
+
+MODELS: dict[str, tuple[Callable[[], Built], dict[str, Any]]] = {
+    "gpt": (lambda: decoder(None), GPT_TP),
+    "gpt, long": (lambda: decoder(None, 4096), GPT_TP),
+    "llama": (lambda: decoder(Llama()), LLAMA_TP),
+    "llama, grouped": (lambda: decoder(Llama(kv_heads=8), hidden=4096), LLAMA_TP),
+    "mixtral": (lambda: decoder(Llama(), experts=8), {"*.attention.out.weight": IN}),
+    "deepseek": (lambda: decoder(Llama(), experts=16, shared_experts=1), {"*.attention.out.weight": IN}),
+    "encoder": (lambda: encoder(512, 64), ENCODER_TP),
+    "encoder, wide": (lambda: encoder(2048, 64), ENCODER_TP),
+    "mlp": (lambda: mlp(8192, 64), {"0.weight": OUT, "2.weight": IN}),
+    "images": (images, {}),
+}
+
+
+@functools.lru_cache(1)
+def searches(name: str) -> Callable[..., PlanSearch]:
+    """Searches of one model, which is captured once."""
+    model, loss_fn, batch = MODELS[name][0]()
+    step = TrainedStep(model, loss_fn, batch, torch.optim.AdamW(model.parameters()))
+    first = PlanSearch(step, MACHINE, MACHINE.memory, 1)
+
+    def search(devices: int, mesh: mw.Mesh | None = None, fix: Any = None) -> PlanSearch:
+        made = PlanSearch(step, MACHINE, MACHINE.memory, devices, mesh, fix or {})
+        made._captured, made.work, made._spaces = first.captured(), first.work, first._spaces
+        return made
+
+    return search
+
+
+def by_hand(name: str, devices: int) -> Iterator[tuple[str, Candidate]]:
+    """Data parallel, ZeRO-1/2, ZeRO-3 and hybrid, tensor parallel with them, and pipelines of data parallel stages."""
+    search, weights = searches(name), MODELS[name][1]
+    whole = {"*": {"dp": mw.Replicate()}}
+    alone = search(devices, mw.Mesh({"dp": devices}), whole)
+    layouts = alone.layouts((devices,))
+    assert layouts is not None
+    for kind in ("replicated", "states", "kept", "fsdp"):
+        for again in (False, True):
+            storage = Keeping(kind, ("dp",) if kind != "replicated" else (), again)
+            yield f"dp, {storage}", alone.estimate(layouts, storage)
+            if devices > MACHINE.node:
+                hybrid = layouts.hybrid(MACHINE.node)
+                yield f"hybrid, {storage}", alone.estimate(hybrid, storage)
+    for tp in (2, 4, 8) if weights else ():
+        if tp < devices:
+            mesh = mw.Mesh({"dp": devices // tp, "tp": tp})
+            for words, batch in (("tp", {}), ("tp, rows whole", {"*norm*": {"tp": mw.Replicate()}})):
+                found = search(devices, mesh, {**weights, **(batch if name.startswith(("gpt", "llama")) else {})})
+                split = found.layouts(mesh.sizes)
+                assert split is not None
+                over = tuple(a for a, r in zip(split.axes, split.roles, strict=True) if r in ("dp", "cp"))
+                for kind in ("replicated", "states", "kept", "fsdp") if over else ("replicated",):
+                    storage = Keeping(kind, over if kind != "replicated" else ())
+                    yield f"{words}={tp}, {storage}", found.estimate(split, storage)
+
+
+@pytest.mark.thin(20)
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("name", list(MODELS))
+def test_nothing_by_hand_is_faster(name: str, devices: int) -> None:
+    planned = searches(name)(devices).candidates()[0]
+    assert planned.memory <= MACHINE.memory
+    others = {words: c for words, c in by_hand(name, devices) if c.memory <= MACHINE.memory}
+    best = min(others, key=lambda words: others[words].seconds)
+    assert planned.seconds <= others[best].seconds * (1 + 1e-9), (str(planned), best, str(others[best]))
