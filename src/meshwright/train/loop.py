@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from meshwright.shard.data.dataloader import shard_dataloader
 from .config import TrainConfig
 from .evaluate import Evaluation
 from .library import LibraryModel
+from .not_finite import check_finite
 from .options import OptionError
 from .plan import planned
 from .subject import BuiltInModel, TrainingSubject
@@ -90,9 +91,11 @@ class Trainer:
     Attributes:
         model: gradients of the last step are in ``parameter.grad`` between :meth:`backward` and :meth:`update`.
         norm: of the gradients of the last step, before clipping; None where nobody has computed it, or in a program.
+        taken: the batches of the last step.
     """
 
     norm: Tensor | None = None
+    taken: Sequence[Any] = ()
 
     def __init__(self, config: TrainConfig, mesh: mw.Mesh, subject: TrainingSubject) -> None:
         self.config, self.mesh, self.subject = config, mesh, subject
@@ -130,21 +133,35 @@ class Trainer:
         )
         self.optimizer = mw.shard_optimizer(config.make_optimizer(self.model), shard_states=config.shard_states)
 
-    def backward(self, step: int) -> Tensor:
-        """Gradients of one step, summed over its micro-steps and clipped; its loss, not reduced yet."""
+    def backward(self, step: int, again: bool = False) -> Tensor:
+        """Gradients of one step, summed over its micro-steps and clipped; its loss, not reduced yet.
+
+        Args:
+            again: of the batches that it had before, without clipping.
+        """
         config = self.config
         torch.manual_seed(step_seed(config, step))
         losses: list[Tensor] = []
-        for micro in range(config.accumulate):
-            batch = next(self.batches)
+        if not again:
+            self.taken = [next(self.batches) for _ in range(config.accumulate)]
+        for micro, batch in enumerate(self.taken):
             last = micro == config.accumulate - 1
             with contextlib.nullcontext() if last else mw.no_sync(self.model):
                 loss = self.subject.loss(self.model, batch) / config.accumulate
                 loss.backward()
             losses.append(loss.detach())
-        if config.clip is not None:
+        if config.clip is not None and not again:
             self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         return sum(losses[1:], losses[0])
+
+    def check_finite(self, step: int, loss: float) -> None:
+        """Raises DataError where the step has no numbers; before its update."""
+
+        def again() -> None:
+            self.optimizer.zero_grad()
+            self.backward(step, again=True)
+
+        check_finite(step, loss, self.norm, self.mesh, self.model, again, self.taken)
 
     def loss(self, batch: Any) -> Tensor:
         """Of a batch, by the model as it is."""
@@ -205,7 +222,11 @@ class StaticTrainer(Trainer):
             precision=config.policy,
         )
 
-    def backward(self, step: int) -> Tensor:
+    def check_finite(self, step: int, loss: float) -> None:
+        """Raises DataError where the loss is no number; the update was made."""
+        check_finite(step, loss, None, self.mesh, self.model, None, ())
+
+    def backward(self, step: int, again: bool = False) -> Tensor:
         """One whole step, its update too; with verification the gradients that it updated with stay."""
         config = self.config
         torch.manual_seed(step_seed(config, step))
@@ -268,6 +289,7 @@ def train(config: TrainConfig, mesh: mw.Mesh, emit: Emit) -> Summary:
         with traffic.measured():
             partial_loss = trainer.backward(step)
         loss = float(partial_loss)
+        trainer.check_finite(step, loss)
         differences = verifier.check(step, loss, trainer.model, step_seed(config, step)) if verifier else {}
         with traffic.measured():
             trainer.update()
