@@ -83,6 +83,34 @@ def test_a_leaf_that_gets_its_type_where_autocast_casts() -> None:
         torch.testing.assert_close(grad, of_leaf, rtol=5e-2, atol=5e-2)
 
 
+def test_a_call_that_is_planned_anew_where_autocast_casts_in_a_captured_step() -> None:
+    """As above: the fakes of a capture are no DistTensors, and their casts are global calls, too."""
+    torch.manual_seed(0)
+    first, second, table = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Embedding(5, 4)
+    model, x = torch.nn.ModuleList([first, table, second]), torch.randn(3, 2, 4)
+    ids = torch.arange(6).view(3, 2) % 5
+
+    def loss(m: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with region():
+            h = m[0](batch[0])
+            h = h + m[2](h + m[1](batch[1])).tanh()
+        return h.float().square().mean()
+
+    want = loss(model, (x, ids)).item()
+
+    def run() -> float:
+        mesh = mw.Mesh({"dp": 2, "tp": 2})
+        layouts: dict[str, Any] = {n: {} for n, _ in model.named_parameters()}
+        layouts |= {"2.weight": {"tp": mw.Shard(0)}, "2.bias": {"tp": mw.Shard(0)}}
+        step = mw.compile_step(
+            copy.deepcopy(model), loss, None, (x, ids), mesh=mesh, layouts=layouts, batch={"dp": mw.Shard(0)}, fsdp="dp"
+        )
+        return mw.unshard(step((x, ids))).item()
+
+    for got in mw.simulate(run, mw.Mesh({"dp": 2, "tp": 2})):
+        assert abs(got - want) < 2e-2 * want
+
+
 def test_what_fakes_refuse_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     specs = [Spec((2, 3, 3), d, Layout(MESH)) for d in (F32, BF16)]
     with region():

@@ -23,7 +23,7 @@ from .binding import Args, Kwargs
 from .calls import disabled, map_tensors, mesh_of, saving, spec_of, tensors_in
 from .leaves import link, propagate_type_to_base, resolve_from_base, resolve_types, should_reduce_at_use
 from .plans import CallPlan, Route, plan_call, written_spec
-from .views import BASE, PieceSource, cut_from, remember, remember_pieces, with_base
+from .views import BASE, Call, PieceSource, cut_from, remember, remember_pieces, with_base
 
 Tensor = torch.Tensor
 _LOCAL: Any = Tensor  # properties of local tensors
@@ -259,17 +259,27 @@ def _already_there(
     return made
 
 
+def _call_enabled(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    with compat.EnableTorchFunction():
+        return func(*args, **kwargs)
+
+
 class Execution:
     """One run of a plan: inputs converted, the op run on locals, outputs wrapped.  Must run with dispatch disabled.
+
+    ``call`` calls a function on such tensors (``routes.Frontend``); by itself that of eager ones.
 
     ``plan`` is replaced by what the run shows of it: the types of its outputs, and whether later calls may take the
     route that it promises.
     """
 
-    __slots__ = ("args", "func", "kwargs", "plan", "tensors", "wrap")
+    __slots__ = ("args", "call", "func", "kwargs", "plan", "tensors", "wrap")
 
-    def __init__(self, plan: CallPlan, func: Any, args: Args, kwargs: Kwargs, wrap: Wrap) -> None:
+    def __init__(
+        self, plan: CallPlan, func: Any, args: Args, kwargs: Kwargs, wrap: Wrap, call: Call | None = None
+    ) -> None:
         self.plan, self.func, self.args, self.kwargs, self.wrap = plan, func, args, kwargs, wrap
+        self.call = call or _call_enabled
         self.tensors = tensors_in((args, kwargs))
 
     def run(self) -> Any:
@@ -327,9 +337,8 @@ class Execution:
     def _planned_anew(self) -> Any:
         plan = plan_call(self.func, self.args, self.kwargs, known=_known_here)
         if plan.route is Route.CAST and plan.casts is not None:  # it has no outputs: autocast casts first
-            with compat.EnableTorchFunction():
-                return plan.casts.first(self.func, self.wrap, self.args, self.kwargs)
-        return execute(plan, self.func, self.args, self.kwargs, self.wrap)
+            return self.call(plan.casts.first, (self.func, self.wrap, self.args, self.kwargs), {})
+        return Execution(plan, self.func, self.args, self.kwargs, self.wrap, self.call).run()
 
     def _decide(self) -> bool:
         """Give leaves the types that the plan implies; whether some got others, so that another plan is needed."""

@@ -194,7 +194,7 @@ def known_call(plan: CallPlan, func: Any, front: Frontend, tensors: Sequence[Ten
                 remember_pieces(func, args, kwargs, args[0], [out], image=True)
         if untyped and True in [t.requires_grad for t in (out if several else (out,)) if t.__class__ is Tensor]:
             with disabled():  # leaves get their types now
-                return Execution(plan, func, args, kwargs, front.wrap).resolve_after(out)
+                return Execution(plan, func, args, kwargs, front.wrap, front.call).resolve_after(out)
         return _wrapped(plan, out, front.wrap) if wraps else out
 
     def on_locals(*args: Any, **kwargs: Any) -> Any:
@@ -231,7 +231,7 @@ def _execute(front: Frontend, key: Any, plan: CallPlan, func: Any, args: Args, k
     if plan.watched:
         before(plan, tensors_in((args, kwargs)), front.call)
     with disabled():
-        run = Execution(plan, func, args, kwargs, front.wrap)
+        run = Execution(plan, func, args, kwargs, front.wrap, front.call)
         out = run.run()
     if run.plan is not plan:
         runtime.RT.plans.keep(key, run.plan)

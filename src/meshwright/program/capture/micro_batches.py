@@ -255,7 +255,9 @@ def find_weight(
         sharded = {p.dim for layout in layouts.values() for p in layout.placements if isinstance(p, Shard)}
         more = " (no tensor of the batch is sharded on its first dim: pass rows_dim= to GradientMerge to say which dim "
         more += "has the rows of the batch)"
-        raise PassError(f"{unclear[0]}{more if weighing.rows_dim is None and 0 not in sharded else ''}")
+        if 0 in sharded:
+            more = " (if the first dim of the batch does not have its rows, pass rows_dim= to GradientMerge)"
+        raise PassError(f"{unclear[0]}{more if weighing.rows_dim is None and not weighing.cuts else ''}")
     return found[0]
 
 
