@@ -17,6 +17,7 @@ from meshwright.passes import agreement
 from meshwright.program.capture import build
 from meshwright.program.capture.micro_batches import find_weight
 from meshwright.program.capture.partition import _Partition
+from meshwright.shard.gradients.batches import SameBatches
 from meshwright.shard.initialization.replay import Replay
 
 from .factors import Case
@@ -77,6 +78,8 @@ DEFECTS: dict[str, Defect] = {
     "kernels without their guard": lambda: mock.patch.object(kernels, "_with_rows", lambda t: t),
     "stand-ins by identity": _by_identity,
     "constructors forgotten": _forgotten,
+    # A rank that left a batch out.
+    "batches are not counted": lambda: mock.patch.object(SameBatches, "judge", return_value=None),
     "gradients of what ops see": lambda: mock.patch.object(_Partition, "_differentiable", lambda self, value: value),
 }
 

@@ -78,6 +78,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     "AdamW": {"kind": "AdamW"},
     "AdamW, clipped": {"kind": "AdamW", "clip": 0.05},
     "RMSprop": {"kind": "RMSprop"},
+    "Adagrad": {"kind": "Adagrad"},
     "Lamb": {"kind": "Lamb"},  # each parameter whole at one rank
     "Prodigy": {"kind": "Prodigy"},  # all parameters whole on each rank
     "two optimizers": {"kind": "SGD", "two": True},
@@ -115,6 +116,16 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 RANDOM: tuple[str, ...] = ("none", "dropout", "noise")
 
+# An embedding that is added to the first activations: positions repeated for each row by expand, as Transformers has
+# them; tokens of the first row, which all rows get.
+POSITIONS: tuple[str, ...] = ("none", "expanded", "of the first row")
+
+# Whether the head's weight is the sum of two parameters: autograd gives both the same tensor as gradient.
+HEADS: tuple[str, ...] = ("one weight", "two weights added")
+
+# Where batches come from; a rank that skips one must be an error.
+LOADERS: tuple[str, ...] = ("tensors", "shard_dataloader", "one rank skips a batch")
+
 # Positions of each batch.
 LENGTHS: dict[str, tuple[int, ...]] = {"one": (4, 4, 4), "two": (4, 6, 4), "many": (4, 6, 8, 5)}
 
@@ -138,6 +149,9 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "context": CONTEXTS,
     "precision": tuple(PRECISIONS),
     "random": RANDOM,
+    "positions": POSITIONS,
+    "head": HEADS,
+    "loader": LOADERS,
     "lengths": tuple(LENGTHS),
     "resumed": RESUMED,
 }

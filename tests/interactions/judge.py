@@ -12,7 +12,7 @@ from meshwright.errors import ConversionError, DesyncError, MeshwrightError, Rul
 
 from . import device, mesh
 from .factors import DEFAULTS, Case, case, short
-from .limits import refusal_of
+from .limits import must_raise, refusal_of
 from .program import Result
 
 _DEFECTS = (RuleError, ConversionError, DesyncError)  # these say that Meshwright contradicts itself
@@ -49,9 +49,9 @@ def judge(made: Case) -> Verdict:
         try:
             got = mesh.run(made)
         except MeshwrightError as error:
-            expected = refusal_of(made, error)
-            if expected is not None and not isinstance(error, _DEFECTS):
-                return Verdict("refused", expected)
+            row = refusal_of(made, error)
+            if row is not None and (row.must or not isinstance(error, _DEFECTS)):
+                return Verdict("refused", f"{row.page}: {row.promise}")
             kind = "internal" if isinstance(error, _DEFECTS) else "unpromised"
             return Verdict(kind, f"{type(error).__name__}: {_line(str(error))}")
         except Exception as error:
@@ -59,7 +59,8 @@ def judge(made: Case) -> Verdict:
             where = next((f for f in reversed(frames) if "meshwright" in f.filename), frames[-1])
             at = f"{where.filename.rpartition('meshwright/')[2]}:{where.lineno}"
             return Verdict("internal", f"{type(error).__name__} at {at}: {_line(str(error))}")
-    return _compared(made, got, want)
+    said = must_raise(made)
+    return Verdict("wrong", f"no error: {said.says}") if said is not None else _compared(made, got, want)
 
 
 def _line(text: str) -> str:

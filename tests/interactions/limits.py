@@ -31,6 +31,7 @@ class Refusal:
         says: a pattern of the error.
         page: of ``docs/``, and ``promise``: words there.
         always: whether these values are always refused; they are then left out of arrays, and tried alone.
+        must: whether these values, which arrays have, are an error of the user, and no error is a finding.
     """
 
     when: Values
@@ -38,6 +39,7 @@ class Refusal:
     page: str
     promise: str
     always: bool = True
+    must: bool = False
 
 
 def but(factor: str, *values: str) -> tuple[str, ...]:
@@ -59,6 +61,12 @@ APART = [
     Apart({"mode": BY_HAND, "rows": "none on some"}, "the loss of no rows is NaN"),
     Apart({"mode": BY_HAND, "second": "one"}, "the same"),
     Apart({"mode": BY_HAND, "random": but("random", "none")}, "each rank draws its own"),
+    Apart({"mode": BY_HAND, "loader": but("loader", "tensors")}, "a rank's own loader"),
+    *(
+        Apart({"loader": "one rank skips a batch", name: tuple(values[1:])}, "an error hides what else is wrong there")
+        for name, values in FACTORS.items()
+        if name not in ("loader", "mode", "mesh", "storage", "micro", "schedule")
+    ),
     Apart(
         {
             "mode": BY_HAND,
@@ -144,7 +152,7 @@ REFUSED = [
         ("pipeline.md", "running statistics and other writes to"),
     ),
     *of_micro_batches(
-        {"loss": ("contrastive", "over rows")},
+        {"loss": ("contrastive", "over rows", "against the first row")},
         _NO_MEAN,
         ("gradient-merge.md", "pairs of rows as contrastive losses have them"),
         _NO_LOSS_OF_ROWS,
@@ -162,9 +170,16 @@ REFUSED = [
         ("gradient-merge.md", "two means whose counts depend on the batch's values"),
         ("limits.md", "two means over different counts (masked z-loss and ignored labels)"),
     ),
+    *of_micro_batches(
+        {"positions": "of the first row"},
+        "no weighted mean|picks a row",
+        ("gradient-merge.md", "what mixes rows earlier"),
+        _NO_LOSS_OF_ROWS,
+        always_merged=False,
+    ),
     *of_micro_batches({"context": "function"}, "as it has no rule", _NO_RULE, _NO_RULE),
     Refusal(
-        {**MERGED, "second": "one"},
+        MERGED,
         "micro-batches of 1 and of more elements in a sharded dim",
         "gradient-merge.md",
         "A micro-batch of one row is not split",
@@ -177,6 +192,14 @@ REFUSED = [
         "where no module can be captured either",
     ),
     Refusal(
+        {"loader": "one rank skips a batch"},
+        "different batches",
+        "errors.md",
+        "one rank skipped a batch: skip it on all",
+        always=False,
+        must=True,
+    ),
+    Refusal(
         {**PIPELINE, "loss": "auxiliary"},
         "returns other values beside the loss",
         "pipeline.md",
@@ -184,7 +207,18 @@ REFUSED = [
     ),
 ]
 # Classes that are being mended: values of a finding, and which.  Empty when they are.
-KNOWN: list[Apart] = []
+KNOWN: list[Apart] = [
+    Apart(
+        {
+            "rows": "none on some",
+            "context": "shard_checkpoint_inputs",
+            "precision": "autocast",
+            "layouts": "columns and rows",
+            "positions": "expanded",
+        },
+        "loud: a rank without rows, run again under autocast, saves other tensors than its first run",
+    ),
+]
 
 
 def meets(made: Case, when: Values) -> bool:
@@ -192,12 +226,14 @@ def meets(made: Case, when: Values) -> bool:
     return all(made[k] in ((v,) if isinstance(v, str) else v) for k, v in when.items())
 
 
-def refusal_of(made: Case, error: BaseException) -> str | None:
+def refusal_of(made: Case, error: BaseException) -> Refusal | None:
     """The promise that an error of a case keeps."""
-    for row in REFUSED:
-        if meets(made, row.when) and re.search(row.says, str(error)):
-            return f"{row.page}: {row.promise}"
-    return None
+    return next((row for row in REFUSED if meets(made, row.when) and re.search(row.says, str(error))), None)
+
+
+def must_raise(made: Case) -> Refusal | None:
+    """The error that a case must raise."""
+    return next((row for row in REFUSED if row.must and meets(made, row.when)), None)
 
 
 def known(made: Case) -> Apart | None:

@@ -68,6 +68,7 @@ LOSSES: dict[str, Loss] = {
     "sequence mean": _sequence,
     "contrastive": _contrastive,
     "over rows": _over_rows,
+    "against the first row": lambda model, out, batch: (out - 0.5 * out[0]).square().mean(),
     "gradient penalty": _gradient_penalty,
     "z-loss": _z_loss,
     "weight decay": lambda model, out, batch: (

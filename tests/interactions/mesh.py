@@ -189,8 +189,9 @@ class Training:
     def train(self) -> Result:
         """All steps."""
         made, result, training = self.made, Result(), self
-        for i, given in enumerate(program.batches(made)):
-            micro = [turned(made, batch) for batch in given] if not program.by_hand(made) else given
+        for i, micro in enumerate(self.fed()):
+            if made["loader"] == "one rank skips a batch" and i == 1 and runtime.RT.rank == self.mesh.size - 1:
+                continue
             program.freeze(made, training.model, i)
             if made["context"] == "exception" and i == 1:
                 training.fail(micro)
@@ -203,6 +204,19 @@ class Training:
             if made["resumed"] != "no" and i == 0:
                 training = training.resumed()
         return training.end(result)
+
+    def fed(self) -> Iterator[list[Batch]]:
+        """The micro-batches of each update."""
+        steps = program.batches(self.made)
+        if not program.by_hand(self.made):
+            steps = [[turned(self.made, batch) for batch in micro] for micro in steps]
+        if self.made["loader"] == "tensors":
+            yield from steps
+            return
+        every = [batch for micro in steps for batch in micro]
+        loaded = iter(mw.shard_dataloader(every, self.mesh, placed(self.made, every[0])))
+        for micro in steps:
+            yield [next(loaded) for _ in micro]
 
     def fail(self, micro: list[Batch]) -> None:
         """A step that raises, on all ranks, and is left."""
@@ -250,6 +264,8 @@ class Eager(Training):
             mw.shard_optimizer(o, **states)
 
     def _placed(self, batch: Batch) -> Batch:
+        if self.made["loader"] != "tensors":
+            return batch
         how = placed(self.made, batch)
         return {k: mw.shard_tensor(v, self.mesh, how[k]) for k, v in batch.items()}
 

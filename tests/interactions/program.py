@@ -61,6 +61,10 @@ class Net(nn.Module):
         count = 4 if pipelined(made) and made["schedule"] in ("looped,chunks=2", "v") else 2
         self.enter, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
         self.layers = nn.ModuleList(BLOCKS[made["block"]]() if i == 0 else Linear() for i in range(count))
+        if made["positions"] != "none":
+            self.places = nn.Embedding(TOKENS, WIDTH)
+        if made["head"] == "two weights added":
+            self.delta = nn.Parameter(torch.full((CLASSES, WIDTH), 0.1))
         if made["block"] == "tied":
             self.layers[-1].up.weight = self.enter.weight
         if made["context"] == "frozen":
@@ -81,6 +85,10 @@ class Net(nn.Module):
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         made, how = self.made, self.made["context"]
         h = self.constrained(self.enter(x))
+        if made["positions"] == "expanded":
+            h = h + self.places(torch.arange(x.shape[1]).expand(x.shape[0], -1))
+        if made["positions"] == "of the first row":
+            h = h + self.places(ids[0])
         if self.fails:
             raise ArithmeticError("as the case wants it")
         if made["random"] == "dropout":
@@ -103,6 +111,8 @@ class Net(nn.Module):
                     h = checkpoint(_residual, layer, h, y, ids, use_reentrant=False)
             else:
                 h = h + layer(y, ids)
+        if made["head"] == "two weights added":
+            return nn.functional.linear(h, self.head.weight + self.delta, self.head.bias)
         return self.head(h)
 
     def _splitting(self) -> contextlib.AbstractContextManager[None]:
