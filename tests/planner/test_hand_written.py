@@ -120,3 +120,22 @@ def test_nothing_by_hand_is_faster(name: str, devices: int) -> None:
     others = {words: c for words, c in by_hand(name, devices) if c.memory <= MACHINE.memory}
     best = min(others, key=lambda words: others[words].seconds)
     assert planned.seconds <= others[best].seconds * (1 + 1e-9), (str(planned), best, str(others[best]))
+
+
+def test_of_a_llama_it_finds_the_layouts_of_megatron() -> None:
+    """Weights split by outputs, then by inputs, heads by heads; what lies between blocks is split over the sequence."""
+    config = StepConfig(layers=4, hidden=8192, heads=32, seq=512, batch=1, dtype="bfloat16")
+    model = GPT(config, "meta", Llama())
+    ids = torch.empty(1, 512, dtype=torch.long, device="meta")
+    step = TrainedStep(model, lambda m, b: loss_of(m, *b), (ids, ids), torch.optim.AdamW(model.parameters()))
+    search = PlanSearch(step, MACHINE, MACHINE.memory, 8, mw.Mesh({"tp": 8}))
+    layouts = search.layouts((8,))
+    assert layouts is not None
+    counts = search.repeats.counts()
+    lines = layouts.lines(lambda n: search.repeats.names(n, counts))
+    for glob, placements in LLAMA_TP.items():
+        for block in range(4):
+            assert lines[f"blocks.{block}{glob[1:]}"].placements == placements, (glob, block)
+    _, outputs = layouts.wishes(lambda n: search.repeats.names(n, counts))
+    assert outputs["blocks.1.mlp.down"] == outputs["blocks.1.attention.out"] == {"tp": mw.Shard(1)}
+    assert outputs["blocks.1.norm1"] == outputs["blocks.1.norm2"] == {"tp": mw.Replicate()}
