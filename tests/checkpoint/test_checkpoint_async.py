@@ -111,16 +111,16 @@ def test_one_save_is_under_way_at_a_time(held: Held, tmp_path: Path) -> None:
 
 
 def test_the_first_rank_may_end_before_the_others_have_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(post: collective.Post, word: str) -> str:
+    def gone(post: collective.StoreMailbox, word: str) -> str:
         raise RuntimeError("connection closed by peer")
 
     model, store = nn.Linear(3, 2), mw.Checkpoints(tmp_path)
-    monkeypatch.setattr(collective.Post, "announce", gone)
+    monkeypatch.setattr(collective.StoreMailbox, "announce", gone)
     monkeypatch.setattr(Save, "_commit", lambda save, words: "")
     with pytest.raises(CheckpointError, match="step 1 was not saved: connection closed by peer"):
         store.save(1, model=model).wait()
     monkeypatch.undo()
-    monkeypatch.setattr(collective.Post, "announce", gone)
+    monkeypatch.setattr(collective.StoreMailbox, "announce", gone)
     store.save(2, model=model).wait()
     assert store.steps == [2]
 

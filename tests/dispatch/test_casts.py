@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import meshwright as mw
-from meshwright.dispatch.autocast import ONCE, InputCasts, Once, casts, state
+from meshwright.dispatch.autocast import ONCE, CachedCast, InputCasts, casts, state
 from meshwright.layout import Layout, Spec
 
 Tensor = torch.Tensor
@@ -171,7 +171,7 @@ def test_casts_of_leaves_are_those_that_autocast_keeps() -> None:
 
 def test_a_weight_that_is_no_leaf_is_cast_once() -> None:
     leaf, noted = torch.ones(3, requires_grad=True), list[Tensor]()
-    w, once = leaf * 2, Once("cpu", noted.append)
+    w, once = leaf * 2, CachedCast("cpu", noted.append)
     with region():
         a, b = once(w, BF16), once(w, BF16)
         assert (a.dtype, len(noted)) == (BF16, 1)
@@ -197,9 +197,9 @@ def test_a_weight_that_is_no_leaf_is_cast_once() -> None:
     with region():
         assert once(torch.ones(3), BF16).dtype is BF16
         assert (len(noted), once.made is known) == (3, True), "of what has no gradient nothing is kept"
-    assert Once("cpu").noted is None
+    assert CachedCast("cpu").noted is None
     with region():
-        assert Once("cpu")(w, BF16).dtype is BF16
+        assert CachedCast("cpu")(w, BF16).dtype is BF16
 
 
 def test_who_casts_a_weight_once() -> None:

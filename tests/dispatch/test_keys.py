@@ -113,14 +113,14 @@ def test_specs_are_in_the_key() -> None:
     mw.simulate(run, mesh)
 
 
-class Bound(int):
+class BoundProgram(int):
     """A number of a class of its own, as of numpy, which bounds a slice."""
 
 
 def test_slices_bounded_by_other_numbers() -> None:
     x = torch.arange(24.0).reshape(6, 4)
     mesh = mw.Mesh({"a": 2})
-    slices = [S(np.int64(a), Bound(b), np.int64(c)) for a in (0, 1, 2) for b in (3, 5, 6) for c in (1, 2)]
+    slices = [S(np.int64(a), BoundProgram(b), np.int64(c)) for a in (0, 1, 2) for b in (3, 5, 6) for c in (1, 2)]
     slices += [S(torch.tensor(a), torch.tensor(b), torch.tensor(c)) for a in (0, 2) for b in (3, 5) for c in (1, 2)]
 
     def run() -> list[Any]:

@@ -14,7 +14,7 @@ from meshwright.dispatch.sending import Sending
 from meshwright.dispatch.written_arguments import into, written
 from meshwright.errors import DispatchError
 from meshwright.ranks import runtime
-from meshwright.rules.strategies import Swap
+from meshwright.rules.strategies import AllToAllSpec
 
 Tensor = torch.Tensor
 N = 3
@@ -103,7 +103,7 @@ def test_each_rank_has_its_part_of_the_sum() -> None:
 
 def test_dims_change_places() -> None:
     """Six columns of a rank's two rows become two columns of all six rows."""
-    way = Swap(1, (2, 2, 2), 0, (2, 2, 2))
+    way = AllToAllSpec(1, (2, 2, 2), 0, (2, 2, 2))
     found = ran(lambda s, x: s.swap(x, (0,), way, "since"), 2, 6)
     whole = torch.cat([of_rank(i, 2, 6) for i in range(N)])
     for i, (made, grad, records) in enumerate(found):
@@ -117,7 +117,7 @@ def test_what_belongs_to_a_backward_is_sent_once() -> None:
     for send in (
         lambda s, x: s.whole(x.detach(), (0,), 0, [2] * N, "since", "backward"),
         lambda s, x: s.part(x.detach(), (0,), 0, [2, 0, 0], "since", "backward"),
-        lambda s, x: s.swap(x.detach(), (0,), Swap(1, (2, 2, 2), 0, (2, 2, 2)), "since", "backward"),
+        lambda s, x: s.swap(x.detach(), (0,), AllToAllSpec(1, (2, 2, 2), 0, (2, 2, 2)), "since", "backward"),
     ):
         for _, grad, records in ran(send, 2, 6):
             assert grad is None

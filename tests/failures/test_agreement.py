@@ -20,7 +20,7 @@ import torch.distributed as dist
 import meshwright as mw
 from meshwright import collective
 from meshwright.collective import monitor
-from meshwright.collective.store_messages import Word
+from meshwright.collective.store_messages import RankStatus
 from meshwright.errors import CollectiveError, DesyncError, MeshError
 from meshwright.ranks import runtime
 from tests.support.processes import run_processes
@@ -152,9 +152,9 @@ def test_ranks_that_do_not_agree_are_told_on_every_rank() -> None:
 # -- verdicts from words ----------------------------------------------------------------------------------
 
 
-def word(ranks: tuple[int, ...], number: int, *recent: tuple[int, int, str], **counts: int) -> Word:
+def word(ranks: tuple[int, ...], number: int, *recent: tuple[int, int, str], **counts: int) -> RankStatus:
     named = {key.strip("_").replace("_", ","): n for key, n in counts.items()}
-    return Word("waits", ranks, number, f"number {number} of {ranks}", named, list(recent), "")
+    return RankStatus("waits", ranks, number, f"number {number} of {ranks}", named, list(recent), "")
 
 
 def test_a_circle_of_waiting_ranks_is_a_deadlock() -> None:

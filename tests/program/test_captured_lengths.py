@@ -113,12 +113,12 @@ def capture_of(model: nn.Module, batch: Any, how: str, rank: int) -> Any:
     mesh, plan, passes = PLANS[how]
     optimizer, weighing = torch.optim.AdamW(model.parameters()), PassManager(passes).weighing
     built = build(model, None, optimizer, batch, mesh, plan, rank=rank, weighing=weighing)
-    ready: Any = Bound(PassManager(passes)(built.program))
+    ready: Any = BoundProgram(PassManager(passes)(built.program))
     return Capture(ready, built.captured.module, ())
 
 
 @dataclass
-class Bound:
+class BoundProgram:
     """In place of a program that is bound."""
 
     program: Program

@@ -193,7 +193,7 @@ def test_parts_of_factors_and_those_that_cross():
 
 
 def test_strategies_that_are_asked_for(monkeypatch):
-    monkeypatch.setattr(factor_notation, "STRATEGIES", {"mix": ("ring", "gather")})
+    monkeypatch.setattr(factor_notation, "IMPLEMENTATIONS", {"mix": ("ring", "gather")})
     checked_strategies({})
     checked_strategies({"mix": {"cp": "ring"}})
     checked_strategies({"mix": {"cp": "gather"}}, ["cp"])

@@ -299,7 +299,7 @@ def test_those_of_packages(way: str, package: str, kind: str, monkeypatch: pytes
     mw.simulate(refused, WAYS[way][0])
 
 
-class Apart(torch.optim.Optimizer):
+class OpaqueStates(torch.optim.Optimizer):
     """Momentum whose values lie in a float8 tensor beside one scale, in a list, or beside one number of the part."""
 
     def __init__(self, params: Any, how: str) -> None:
@@ -333,7 +333,7 @@ class Apart(torch.optim.Optimizer):
 @pytest.mark.parametrize("way", ["zero-1", "zero-3"])
 def test_values_that_mean_something_on_their_rank_alone_are_not_joined(way: str, how: str) -> None:
     def run() -> None:
-        mesh, model, opt = prepared(way, lambda p: Apart(p, how))
+        mesh, model, opt = prepared(way, lambda p: OpaqueStates(p, how))
         train(mesh, model, opt, 2)
         with pytest.raises(ShardError, match=r"is not one value per element.* state_dict\(\) cannot join the parts"):
             opt.state_dict()

@@ -116,14 +116,14 @@ def test_what_no_backward_reads_is_not_gathered_for_it() -> None:
 def test_what_was_gathered_is_gone_after_the_forward(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the backward is still to come: what autograd saved is a reference."""
     gathered = threading.local()  # of a rank
-    gather = units.Unit.gather
+    gather = units.ParamGroup.gather
 
     def noted(unit: Any, **how: Any) -> list[torch.Tensor]:
         made = gather(unit, **how)
         gathered.refs += map(weakref.ref, made)
         return made
 
-    monkeypatch.setattr(units.Unit, "gather", noted)
+    monkeypatch.setattr(units.ParamGroup, "gather", noted)
 
     def fn() -> None:
         gathered.refs = []

@@ -185,7 +185,7 @@ class LateSimulation(Simulation):
 # ---------------------------------------------------------------------------------------------- copies to the host
 
 
-class LateLeaving(host.Leaving):
+class LateLeaving(host.AsyncOffload):
     """A copy to the host that arrives at the wait."""
 
     def __init__(self, t: Tensor, device: str) -> None:
@@ -323,7 +323,7 @@ def installed() -> bool:
 def install(patch: pytest.MonkeyPatch) -> None:
     """From now on ranks of this process are late, and those of processes that it starts."""
     patch.setattr(simulation, "Simulation", LateSimulation)
-    patch.setattr(reductions, "Leaving", LateLeaving)
+    patch.setattr(reductions, "AsyncOffload", LateLeaving)
     patch.setattr(groups, "backend_name", _late_name)
     patch.setattr(groups, "new_link", _late_link(groups.new_link))
     patch.setattr(groups.Group, "__init__", _LateInit(groups.Group.__init__))

@@ -303,7 +303,7 @@ class Tied(nn.Module):
         return self.second(F.relu(self.first(x)))
 
 
-class Whole(nn.Module):
+class UnshardedParam(nn.Module):
     """One unit around a model."""
 
     def __init__(self, made: Callable[[], nn.Module], again: bool = False) -> None:
@@ -332,9 +332,9 @@ def attention() -> nn.Module:
 
 
 MODELS = {
-    "tied": lambda: Whole(Tied),
-    "checkpoint": lambda: Whole(Block, again=True),
-    "attention": lambda: Whole(attention),
+    "tied": lambda: UnshardedParam(Tied),
+    "checkpoint": lambda: UnshardedParam(Block, again=True),
+    "attention": lambda: UnshardedParam(attention),
 }
 
 

@@ -157,7 +157,7 @@ class Save:
     ) -> None:  # fmt: skip
         self.path, self.step = path, manifest.step
         self._keep, self._manifest, self._parts = keep, manifest, parts
-        self._rank, self._post = runtime.RT.rank, collective.Post(manifest.mesh, f"checkpoint/{subject}")
+        self._rank, self._post = runtime.RT.rank, collective.StoreMailbox(manifest.mesh, f"checkpoint/{subject}")
         self._error, self._told, self._unable = "", False, ""
         self._staging, self._copies = {} if staging is None else staging, dict[str, Tensor]()
         self._thread: threading.Thread | None = None

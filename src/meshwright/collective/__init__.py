@@ -34,7 +34,7 @@ from .graph import (
 from .groups import Group, connect, group, override_group
 from .host_tensors import from_elsewhere, silent
 from .kinds import ADDS, Cut, Kind, rounds
-from .messages import Post, leave_with, watch_over
+from .messages import StoreMailbox, leave_with, watch_over
 from .ops import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -105,8 +105,8 @@ __all__ = [
     "Group",
     "Kind",
     "Pending",
-    "Post",
     "Served",
+    "StoreMailbox",
     "all_gather",
     "all_gather_async",
     "all_gather_object",

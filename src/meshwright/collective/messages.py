@@ -19,7 +19,7 @@ from .ops import all_gather_object
 POLL = 0.005, 0.2  # seconds between two looks: at first, at most
 
 
-class Post:
+class StoreMailbox:
     """One round of words between the ranks of a mesh, through the store by which they met.
 
     Made, and used once, by all ranks of the mesh together; :meth:`collect` and :meth:`announce` may be called in a
@@ -115,4 +115,4 @@ def leave_with(error: BaseException) -> None:
         runtime.RT.watcher.tell(error)
 
 
-__all__ = ["Post", "leave_with", "watch_over"]
+__all__ = ["StoreMailbox", "leave_with", "watch_over"]

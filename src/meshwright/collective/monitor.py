@@ -24,7 +24,7 @@ from ..ranks.simulation import Call
 from . import ranges, store_messages
 from .groups import Group
 from .ranges import profiler
-from .store_messages import Word
+from .store_messages import RankStatus
 
 TICK = timedelta(seconds=0.5)  # between two looks, so that signals are handled while a rank waits
 SPEAK = 3.0  # seconds of waiting after which a rank tells the others, and again after as many
@@ -196,17 +196,17 @@ class _Watch:
 # ---------------------------------------------------------------------------------------------- verdicts
 
 
-def _word(state: str, group: Group, call: Call, number: int, text: str) -> Word:
+def _word(state: str, group: Group, call: Call, number: int, text: str) -> RankStatus:
     counts: dict[str, int] = {}
     for link in links(runtime.RT.groups.values()):
         key = store_messages.key_of(link.ranks, link.lane)
         counts[key] = max(counts.get(key, 0), link.count)
     recent = [(n, mark(c), str(c)) for n, c in list(group.link.recent)] if group.link else []
     lane = group.link.lane if group.link else ""
-    return Word(state, group.ranks, number, _where(group, call), counts, recent, text, lane)
+    return RankStatus(state, group.ranks, number, _where(group, call), counts, recent, text, lane)
 
 
-def judge(heard: dict[int, Word], me: int) -> str:
+def judge(heard: dict[int, RankStatus], me: int) -> str:
     """What is wrong, as far as the words of the waiting ranks say; empty where the wait may still end well."""
     own = heard[me]
     for rank in own.ranks:
@@ -226,11 +226,11 @@ def judge(heard: dict[int, Word], me: int) -> str:
     return ""
 
 
-def _side(word: Word, number: int, text: str) -> str:
+def _side(word: RankStatus, number: int, text: str) -> str:
     return word.where if number == word.number else f"{text}; now in {word.where}"
 
 
-def _stuck(heard: dict[int, Word], me: int) -> set[int]:
+def _stuck(heard: dict[int, RankStatus], me: int) -> set[int]:
     """The ranks that wait for each other in a circle that ``me`` waits for; empty if there is none."""
     seen: set[int] = set()
     todo = [me]
@@ -322,7 +322,7 @@ def _lost(group: Group, call: Call, what: str = "") -> RankFailedError | None:
     return found
 
 
-def _peers(group: Group, heard: dict[int, Word]) -> str:
+def _peers(group: Group, heard: dict[int, RankStatus]) -> str:
     """A line for each other rank: what is known of it."""
     lines = []
     for rank in itertools.islice((r for r in group.ranks if r != runtime.RT.rank), 16):

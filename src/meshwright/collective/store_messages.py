@@ -19,7 +19,7 @@ PATIENCE = 2.0  # seconds for the store to answer: the process that holds it may
 
 
 @dataclass(frozen=True)
-class Word:
+class RankStatus:
     """Where a rank is.
 
     Attributes:
@@ -64,7 +64,7 @@ def announce() -> None:
     _ask(tell)
 
 
-def say(word: Word | None) -> None:
+def say(word: RankStatus | None) -> None:
     """Leave a word for the others; None takes it back."""
     text = "" if word is None else json.dumps(asdict(word))
     rank = runtime.RT.rank
@@ -72,8 +72,8 @@ def say(word: Word | None) -> None:
 
 
 def hear(
-    known: dict[int, Word], ranks: Sequence[int], patience: float = 0.0, until: Callable[[], Any] = lambda: None
-) -> dict[int, Word]:
+    known: dict[int, RankStatus], ranks: Sequence[int], patience: float = 0.0, until: Callable[[], Any] = lambda: None
+) -> dict[int, RankStatus]:
     """The words of ``ranks``, and of the ranks that these wait for.
 
     Args:
@@ -101,13 +101,13 @@ def hear(
     return heard
 
 
-def _read(rank: int) -> Word | None:
+def _read(rank: int) -> RankStatus | None:
     text = _ask(lambda store: store.get(f"word/{rank}") if store.check([f"word/{rank}"]) else b"")
     if not text:
         return None
     given = json.loads(text)
     given["ranks"], given["recent"] = tuple(given["ranks"]), [tuple(r) for r in given["recent"]]
-    return Word(**given)
+    return RankStatus(**given)
 
 
 def process_of(rank: int) -> str:

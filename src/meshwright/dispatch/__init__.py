@@ -9,11 +9,11 @@ own way is in a ``Frontend``.
 from __future__ import annotations
 
 from . import autocast
-from .autocast import ONCE, Once
+from .autocast import ONCE, CachedCast
 from .binding import Args, Kwargs
 from .calls import (
-    NO,
-    QUESTIONS,
+    METADATA_METHODS,
+    NO_KWARGS,
     call_disabled,
     disabled,
     function_named,
@@ -25,7 +25,7 @@ from .calls import (
     tensors_in,
 )  # fmt: skip
 from .execution import (
-    BRING,
+    CONVERT_WITH_GRAD_DTYPE,
     Execution,
     ask_gradient,
     execute,
@@ -37,7 +37,7 @@ from .execution import (
     wanting_gradients,
 )
 from .keys import TensorBounds, key_of, key_part, with_numbers
-from .leaves import Standin, any_linked, gradient_types, link, resolve_types
+from .leaves import SpecHandle, any_linked, gradient_types, link, resolve_types
 from .plans import AS_OP, casts_of, make_rule, naming, plan_call
 from .results import global_outputs
 from .routes import ASKED, FOREACH_OVERRIDES, INTO_PLAIN, Frontend, Known, Special, call, forget_ops
@@ -46,20 +46,20 @@ from .views import count_write, refresh, remember, remember_detached, write_thro
 __all__ = [
     "ASKED",
     "AS_OP",
-    "BRING",
+    "CONVERT_WITH_GRAD_DTYPE",
     "FOREACH_OVERRIDES",
     "INTO_PLAIN",
-    "NO",
+    "METADATA_METHODS",
+    "NO_KWARGS",
     "ONCE",
-    "QUESTIONS",
     "Args",
+    "CachedCast",
     "Execution",
     "Frontend",
     "Known",
     "Kwargs",
-    "Once",
+    "SpecHandle",
     "Special",
-    "Standin",
     "TensorBounds",
     "any_linked",
     "ask_gradient",

@@ -138,7 +138,7 @@ def _weight(t: Tensor, wrap: Wrap) -> Tensor:
         return made
 
 
-class Once:
+class CachedCast:
     """The cast of a weight that is no leaf, since it was gathered: made anew when autocast would cast a leaf anew.
 
     Args:

@@ -20,7 +20,7 @@ from ..rules.pointwise import is_pointwise, pointwise_rule
 from .binding import Args, Bindings, Kwargs, bind, unread
 
 Tensor = torch.Tensor
-NO: Kwargs = {}
+NO_KWARGS: Kwargs = {}
 
 
 disabled = compat.DisableTorchFunctionSubclass
@@ -194,7 +194,7 @@ def _property(name: str) -> Callable[..., Any]:
 
 
 # Questions about the object or its memory, and autograd's own bookkeeping: the same for local and global.
-QUESTIONS = {
+METADATA_METHODS = {
     "is_floating_point", "is_complex", "is_contiguous", "is_inference", "is_pinned", "is_conj", "is_neg", "is_signed",
     "requires_grad_", "storage_offset", "element_size", "get_device", "is_set_to",
     "__hash__", "stride", "dim_order", "is_shared", "share_memory_",

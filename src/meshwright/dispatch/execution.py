@@ -33,7 +33,9 @@ Wrap = Callable[[Tensor, Spec], Any]
 Note = Callable[[planner.ConversionPlan, bool], None]
 Converter = Callable[[Tensor, planner.ConversionPlan, "Note | None"], Tensor]
 
-BRING = "_bring"  # in the dict of what ops see of a parameter: converts it, with a backward of its own dtype
+CONVERT_WITH_GRAD_DTYPE = (
+    "_bring"  # in the dict of what ops see of a parameter: converts it, with a backward of its own dtype
+)
 
 
 def convert_tensor(t: Tensor, steps: planner.ConversionPlan, note: Note | None = None) -> Tensor:
@@ -64,11 +66,11 @@ def convert_tensor(t: Tensor, steps: planner.ConversionPlan, note: Note | None =
                 _learn(t, steps, hit)
             return hit
     made = None
-    if grad and BRING in space:
+    if grad and CONVERT_WITH_GRAD_DTYPE in space:
         value = memo.get(steps.dst.layout) if memo is not None and steps.moves else None
         if note is not None:
             note(steps, steps.moves and value is None)
-        made = space[BRING](t, steps, value)
+        made = space[CONVERT_WITH_GRAD_DTYPE](t, steps, value)
     elif grad and (steps.moves or "_origin" in space):
         made = _already_there(t, steps, memo, note)
     if made is None and "_piece" in space:

@@ -22,18 +22,18 @@ class _Linked:
     """
 
     def __init__(self) -> None:
-        self.members: dict[int, weakref.ref[Tensor | Standin]] = {}
+        self.members: dict[int, weakref.ref[Tensor | SpecHandle]] = {}
 
-    def add(self, t: Tensor | Standin) -> None:
+    def add(self, t: Tensor | SpecHandle) -> None:
         key, members = id(t), self.members
         members[key] = weakref.ref(t, lambda _: members.pop(key, None))
         t.__dict__["_linked"] = self
 
-    def alive(self) -> list[Tensor | Standin]:
+    def alive(self) -> list[Tensor | SpecHandle]:
         return [t for t in (r() for r in list(self.members.values())) if t is not None]
 
 
-def link(tensors: Sequence[Tensor | Standin]) -> None:
+def link(tensors: Sequence[Tensor | SpecHandle]) -> None:
     """Undecided tensors that one op connects get their type together."""
     linked: _Linked | None = None
     for t in tensors:
@@ -51,7 +51,7 @@ def link(tensors: Sequence[Tensor | Standin]) -> None:
                 linked.add(m)
 
 
-class Standin:
+class SpecHandle:
     """The spec of a tensor with the types that it gets, also after its last name is gone: it is linked in its place.
 
     For what waits for a gradient or a second run, and must not keep the tensor alive.
@@ -77,7 +77,7 @@ def gradient_types(t: Tensor) -> Callable[[], Spec | None]:
     """
     space = t.__dict__
     spec: Spec | None = space.get("_spec")
-    standin = Standin(t) if spec is not None and spec.undecided and t.requires_grad and not _is_leaf(t) else None
+    standin = SpecHandle(t) if spec is not None and spec.undecided and t.requires_grad and not _is_leaf(t) else None
 
     def told() -> Spec | None:
         now: Spec | None = space.get("_spec")

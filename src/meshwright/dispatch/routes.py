@@ -19,7 +19,7 @@ from ..ranks import runtime
 from ..rules import Native
 from . import autocast
 from .binding import Args, Kwargs
-from .calls import NO, OPS, QUESTIONS, call_disabled, disabled, op_name, resolve, saving, tensors_in
+from .calls import METADATA_METHODS, NO_KWARGS, OPS, call_disabled, disabled, op_name, resolve, saving, tensors_in
 from .execution import Execution, Wrap, convert_tensor, still
 from .keys import key_of
 from .leaves import any_linked
@@ -57,7 +57,7 @@ class Frontend:
 INTO_PLAIN = "into_plain"  # among what is special: an op that writes to a plain tensor
 _OWN = __name__.partition(".")[0]
 # Of the object, or properties of it: no ops.
-ASKED = {*QUESTIONS, "__get__", "__set__", "__delete__"}
+ASKED = {*METADATA_METHODS, "__get__", "__set__", "__delete__"}
 
 # ---------------------------------------------------------------------------------------------- the cache
 
@@ -128,7 +128,7 @@ def call(front: Frontend, key: Any, func: Any, args: Args, kwargs: Kwargs) -> An
         found = front.stand_ins(func, args, kwargs)
         if found is not None:
             if plan.casts is not None:
-                found = front.call(plan.casts.once, found, NO)
+                found = front.call(plan.casts.once, found, NO_KWARGS)
             made = front.call(func, *found)
             return args[0] if args and made is found[0][0] else made  # an op in place returns what it was given
         own, plan = _kept((own, STAND_IN), func, args, kwargs)
@@ -145,13 +145,13 @@ def call(front: Frontend, key: Any, func: Any, args: Args, kwargs: Kwargs) -> An
     if plan.mixed:
         front.claim(func, args, kwargs)
     if route is CAST and plan.casts is not None:
-        return front.call(plan.casts.first, (func, front.wrap, args, kwargs), NO)
+        return front.call(plan.casts.first, (func, front.wrap, args, kwargs), NO_KWARGS)
     if route is FUNCTION:
         by = plan.op.composite or plan.op.rule  # of others somebody may read as numbers what they make on the way
         ours = by is not None and str(by.__module__).startswith(_OWN)
         return (front.compute if ours else front.call)(plan.fn, args, kwargs)
     if route is REDISPATCH:
-        return front.call(redispatch_function, (func, (), args, kwargs), NO)
+        return front.call(redispatch_function, (func, (), args, kwargs), NO_KWARGS)
     return _execute(front, own, plan, func, args, kwargs)
 
 
@@ -186,7 +186,7 @@ def known_call(plan: CallPlan, func: Any, front: Frontend, tensors: Sequence[Ten
             out = call_disabled(func, (), args, kwargs)
         else:
             try:
-                out = call_disabled(fn.fn, (), (args[0], *fn.static), NO)
+                out = call_disabled(fn.fn, (), (args[0], *fn.static), NO_KWARGS)
             except (RuntimeError, IndexError, TypeError):  # such as a view that this shard's strides do not allow
                 return NotImplemented
         if plan.pieces and out.__class__ is Tensor:

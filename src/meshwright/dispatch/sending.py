@@ -14,7 +14,7 @@ from ..layout import wire_name
 from ..mesh import Mesh
 from ..ranks import runtime
 from ..resharding.record import LOCAL, Record
-from ..rules.strategies import Swap
+from ..rules.strategies import AllToAllSpec
 
 Tensor = torch.Tensor
 Said = Record | collective.Served | None
@@ -76,7 +76,7 @@ class Sending:
         inverse = tuple(targets.index(i) for i in range(len(targets)))
         return self._sent(x, axes, Send("permute", (tuple(targets),), "permute", (inverse,)), why)
 
-    def swap(self, x: Tensor, axes: tuple[int, ...], way: Swap, why: str, phase: str = "forward") -> Tensor:
+    def swap(self, x: Tensor, axes: tuple[int, ...], way: AllToAllSpec, why: str, phase: str = "forward") -> Tensor:
         """An all-to-all over the group of some axes; the gradient goes back."""
         return self._sent(x, axes, Send("all_to_all", tuple(way), "all_to_all", tuple(way.back())), why, phase)
 

@@ -25,7 +25,14 @@ from ..program.ir.subgraphs import copied, new_storage
 from .batch_weights import UPDATE_WEIGHTS, weight_of
 from .gradient_merge import GradientMerge, Merge
 from .pass_manager import Pass, PassRecord, register
-from .stage_sums import bytes_of, contributions, divide_after_reduction, in_order_of_stages, stages_of, taken_out
+from .stage_sums import (
+    accumulate_by_stage,
+    bytes_of,
+    contributions,
+    divide_after_reduction,
+    split_reductions,
+    stages_of,
+)
 
 aten = torch.ops.aten
 
@@ -149,7 +156,7 @@ class Pipeline(Pass):
         counts = weight is not None and weight.weighs
         program, stages, often = copied(program), stages_of(program), self.gather == "micro-batch"
         apart = contributions(program, whole_sums=not often)
-        in_order_of_stages(program)
+        accumulate_by_stage(program)
         how = GradientMerge(self.micro_batches, avg=counts, whole_sums=not often)
         merge = Merge(program, how, seeded=True, contributions=apart)
         made = merge.run()
@@ -163,7 +170,7 @@ class Pipeline(Pass):
         mine = [s for s, home in enumerate(order.homes) if home == here]
         found = cut(step, program.stages, mine, order.split, gathers=not often)
         kept = bytes_of(sums, program, order.homes)
-        flush, ends, back = taken_out(flush, sums, mine)
+        flush, ends, back = split_reductions(flush, sums, mine)
         flush = _over_stages(flush, program.stages, stages)
         drawn = any(map(draws, step.graph.nodes))
         pipeline = Staging(axis, order, (*found.messages, *back), self.gather, found.gathered, found.left, kept, drawn)

@@ -160,7 +160,7 @@ class Pruning:
         self.found = [_scaled(n, i, taken) for i, n in sums]
         degrees = {s.degree for s in self.found if s.scaled and math.isclose(s.factor, 1 / s.degree)}
         _all_summed(program, self.found, degrees)
-        self.starts: Starts | None = None
+        self.starts: SeedSolver | None = None
         self.near: list[Scaled] = []
         self.why = ""
 
@@ -200,7 +200,7 @@ class Pruning:
         seeds = [n for n in program.graph.nodes if info_of(n).seed] if not program.parts else []
         # Gradients that are part of the loss (a penalty) have seeds in the forward: then the later ones alone will do.
         for k in range(min(len(seeds), _TAILS)):
-            starts = Starts(program, seeds[k:], pruned)
+            starts = SeedSolver(program, seeds[k:], pruned)
             if starts.possible:
                 self.starts, self.why = starts, ""
                 return
@@ -226,7 +226,7 @@ class Pruning:
             for i, n in enumerate(self.program.collectives())
         )
 
-    def _fold(self, starts: Starts) -> Pruned:
+    def _fold(self, starts: SeedSolver) -> Pruned:
         names = tuple(f"the backward starts from the factor of the gradient of {s.name}" for s in starts.moved)
         for s in starts.moved:
             _unscale(s)
@@ -298,7 +298,7 @@ def _all_summed(program: Program, found: list[Scaled], degrees: set[int]) -> Non
 # ---------------------------------------------------------------------------------------------- where backwards start
 
 
-class Starts:
+class SeedSolver:
     """From what backwards have to start so that factors around reductions may go and all else stays as it is.
 
     Each value that follows on the seeds may then be another multiple of what it was.  Which one it has to be is known

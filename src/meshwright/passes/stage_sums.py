@@ -79,7 +79,7 @@ def contributions(program: Program, whole_sums: bool) -> Contributions:
     return made
 
 
-def in_order_of_stages(program: Program) -> None:
+def accumulate_by_stage(program: Program) -> None:
     """Let gradients of a value that several stages use be added up from the last stage to the first, as they come.
 
     Autograd adds them up in the order of its own, in which one of an earlier stage may be wanted by a later one.
@@ -325,7 +325,7 @@ def _divide(flush: Program, made: StageSums, unit: float) -> None:
 Taken = tuple[Program, dict[int, Program], list[Message]]
 
 
-def taken_out(flush: Program, made: StageSums, here: Sequence[int]) -> Taken:
+def split_reductions(flush: Program, made: StageSums, here: Sequence[int]) -> Taken:
     """The update without what reduces gradients, the part ``R`` of the stages that a rank has, and what goes between
     them.
 
@@ -423,4 +423,4 @@ def _copied(graph: fx.Graph, sums: Collection[fx.Node]) -> None:
     output.args = (tuple(made.get(n, n) for n in output.args[0]),)
 
 
-__all__ = ["StageSums", "bytes_of", "contributions", "divide_after_reduction", "stages_of", "taken_out"]
+__all__ = ["StageSums", "bytes_of", "contributions", "divide_after_reduction", "split_reductions", "stages_of"]

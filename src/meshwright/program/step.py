@@ -37,7 +37,7 @@ from .ir.loss_weight import Weighing
 from .ir.program import STEP, Program
 from .ir.sizes import Unlike
 from .run.batches import BatchStructure, shapes_of, split_batch
-from .run.bind import BACKENDS, Carrier, Ready
+from .run.bind import BACKENDS, CompiledVariant, StepState
 from .run.cycle import Cycle
 from .run.guard import Guard, modes, switched_back
 from .run.lengths import Capture, Lengths, Read
@@ -164,7 +164,7 @@ class CompiledStep:
         self.training = True
         self._source, self._transform = source, transform
         self._proofs = Proofs(source.name, transform, check, self.compares, self._loss_alone)
-        self._ready: dict[Any, Ready] = {}  # the one used last at the end
+        self._ready: dict[Any, CompiledVariant] = {}  # the one used last at the end
         self._answers: dict[Any, Answers] = {}  # of the last capture, by what else than sizes a program is made for
         self._captured: Counter[Any] = Counter()  # shapes of batches, by what else a program is made for
         self._splits = int(getattr(transform, "splits", 1))  # micro-batches of a call
@@ -178,7 +178,7 @@ class CompiledStep:
         self._ledger = self._asked(recorded, {**source.more, "backend": backend})
         source.prepare(recorded)
         updates, how = bool(recorded.program.update), source.plan.loss_scale
-        self.carrier = Carrier(self.model, self.optimizer, updates, source.plan.gradients, backend)
+        self.carrier = StepState(self.model, self.optimizer, updates, source.plan.gradients, backend)
         if how is not None:
             self.carrier.scale = how.state(self.mesh.device)
         self.cycle = Cycle(self.carrier)
@@ -241,9 +241,9 @@ class CompiledStep:
             with together(self.mesh, "mw.explicit(budget=...)", kind=ExplicitError):
                 check_budget(explain_program(program), runtime.RT.budget)
 
-    def _bound(self, made: Recorded, leaves: Sequence[Any]) -> Ready:
+    def _bound(self, made: Recorded, leaves: Sequence[Any]) -> CompiledVariant:
         """A capture, ready to run; others that differ in sizes may follow from it."""
-        ready = Ready(made.program, self.carrier, (made.leaves, made.tree), made.places)
+        ready = CompiledVariant(made.program, self.carrier, (made.leaves, made.tree), made.places)
         self._proofs.begin(ready, made.plain)
         self._answers[self._key(leaves)] = made.answers
         if self.carrier.backend is None:
@@ -254,7 +254,7 @@ class CompiledStep:
             )
         return ready
 
-    def _of_many(self, leaves: Sequence[Any]) -> Ready | None:
+    def _of_many(self, leaves: Sequence[Any]) -> CompiledVariant | None:
         """From the program for many sizes, where there is one for this batch."""
         key, shapes = self._key(leaves), shapes_of(leaves)
         found = self._lengths.serving(key, shapes)
@@ -371,7 +371,7 @@ class CompiledStep:
         with switched_back(self.model, self):
             return self.train(False)(batch)
 
-    def _install(self, leaves: Sequence[Any], made: Ready) -> Ready:
+    def _install(self, leaves: Sequence[Any], made: CompiledVariant) -> CompiledVariant:
         if self.training:
             if self.optimizer is not None and bool(made.program.update) != self.carrier.updates:
                 why = "the optimizer ran behind the program for its step hooks or a step() of its own, and has none now"
@@ -394,7 +394,7 @@ class CompiledStep:
         """Of a call: one where no pass cuts it."""
         return cut_batch(leaves, self._splits) if self._splits > 1 and self.training else [leaves]
 
-    def _for(self, leaves: list[Any]) -> Ready:
+    def _for(self, leaves: list[Any]) -> CompiledVariant:
         self._guard.check()
         signature = self._signature(leaves)
         found = self._ready.pop(signature, None)

@@ -23,7 +23,18 @@ from . import attention_blocks as blocks
 from .attention_blocks import QueryRows, flat, in_blocks
 from .attention_kernels import TABLE, HeadSizes
 from .dims import aligned
-from .factor_notation import BOUNDED, STRATEGIES, TAKEN_WHERE, Arg, Local, LocalFn, Rule, Wish, notation, rule
+from .factor_notation import (
+    ACCEPTS_MAX_BYTES,
+    APPLIES_TO,
+    IMPLEMENTATIONS,
+    Arg,
+    Local,
+    LocalFn,
+    RequestedStrategy,
+    Rule,
+    notation,
+    rule,
+)
 from .head_groups import Attend, Bounds, bounded, in_groups, sequence_axes
 
 Tensor = torch.Tensor
@@ -70,9 +81,9 @@ def attention(
 
 # ---------------------------------------------------------------------------------------------- strategies
 
-STRATEGIES["scaled_dot_product_attention"] = ("gather", "heads")
-TAKEN_WHERE |= dict.fromkeys(("scaled_dot_product_attention", "attention"), "the sequences of q, k and v")
-BOUNDED |= {"scaled_dot_product_attention", "attention"}
+IMPLEMENTATIONS["scaled_dot_product_attention"] = ("gather", "heads")
+APPLIES_TO |= dict.fromkeys(("scaled_dot_product_attention", "attention"), "the sequences of q, k and v")
+ACCEPTS_MAX_BYTES |= {"scaled_dot_product_attention", "attention"}
 
 
 def ulysses_axes(
@@ -89,7 +100,7 @@ def ulysses_axes(
     if len(specs) < 3:
         return {}
     mesh, found = specs[0].mesh, dict[str, str]()
-    wished = runtime.RT.strategies.get(op, {})
+    requested_strategy = runtime.RT.strategies.get(op, {})
     q, k, v = (s.nbytes / math.prod(mesh.sizes[a] for d in s.layout.dim_axes().values() for a in d) for s in specs)
     out = q / max(query.shape[-1], 1) * value.shape[-1]
     for a, _ in sequence_axes(query, key, value):
@@ -103,7 +114,7 @@ def ulysses_axes(
         gather, heads = others * (k + v) + (q + out) * sent, (n - 1) / n * (q + k + v + out)
         if mask is not None and mask.spec is not None and mask.spec.layout.placements[a] == Shard(mask.ndim - 2):
             heads += (n - 1) / n * mask.spec.nbytes
-        wish = Wish.of(wished.get(axis, "")).name
+        wish = RequestedStrategy.of(requested_strategy.get(axis, "")).name
         if wish == "heads" and wrong is not None:
             found[axis] = f"{wrong.shape[-3]} heads cannot be split evenly over {axis!r} of {n} ranks"
         elif wrong is None and (wish == "heads" or (not wish and heads < gather)):

@@ -23,9 +23,9 @@ from ..ranks import runtime
 from .attention import shares, ulysses, ulysses_axes
 from .attention_blocks import QueryRows, attend, flat, in_blocks, seen
 from .attention_tiles import work
-from .factor_notation import STRATEGIES, Arg, Local, LocalFn, Rule, composite, notation, rule
+from .factor_notation import IMPLEMENTATIONS, Arg, Local, LocalFn, Rule, composite, notation, rule
 from .head_groups import Attend, Bounds, bounded, in_groups
-from .strategies import Swap
+from .strategies import AllToAllSpec
 from .windows import near, reached, reaching
 
 Tensor = torch.Tensor
@@ -257,7 +257,7 @@ _JUDGED = operator(
 
 # ---------------------------------------------------------------------------------------------- the op
 
-STRATEGIES["attention"] = STRATEGIES["scaled_dot_product_attention"]
+IMPLEMENTATIONS["attention"] = IMPLEMENTATIONS["scaled_dot_product_attention"]
 
 
 @part_of("mw.attention", "query", "documents")
@@ -348,7 +348,7 @@ def _local(most: Bounds | None, ctx: Local) -> LocalFn:
         dealt = Dealt(*_DEALT(ids, [n for b in bounds for n in b], ctx.place_in("t"), causal, window))
         counts = tuple(-(-(stop - start) // len(bounds)) for start, stop in bounds)
         n, own = len(bounds), counts[ctx.place_in("t")]
-        there, why = Swap(2, (1,) * n, 3, counts), _why(ids, bounds, causal, window)
+        there, why = AllToAllSpec(2, (1,) * n, 3, counts), _why(ids, bounds, causal, window)
         sent = _taken(query, dealt.order).unflatten(2, (n, own))
         rows = ctx.sends.swap(sent, axes, there, why).squeeze(2)
         made = attended(rows, key, value, scale, which._replace(spans=(), rows=dealt.rows, documents=ids))

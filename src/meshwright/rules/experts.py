@@ -22,7 +22,7 @@ from ..layout import Shard
 from ..operators import GIVEN, internal, kept_whole, operator
 from ..ranks import runtime
 from .expert_kernels import DERIVATIVES, ExpertRows
-from .factor_notation import STRATEGIES, TAKEN_WHERE, Arg, Local, LocalFn, Rule, composite, notation, rule
+from .factor_notation import APPLIES_TO, IMPLEMENTATIONS, Arg, Local, LocalFn, Rule, composite, notation, rule
 from .strategies import Strategy, nested_bounds
 from .users_function import on_parts
 
@@ -171,8 +171,8 @@ def _laid_rule(y: Arg, x: Arg) -> Rule:
 
 # ---------------------------------------------------------------------------------------------- rows
 
-STRATEGIES["experts"] = ("rows", "whole")
-TAKEN_WHERE["experts"] = "both tokens and experts"
+IMPLEMENTATIONS["experts"] = ("rows", "whole")
+APPLIES_TO["experts"] = "both tokens and experts"
 
 
 def fraction(count: int, held: int, k: int) -> float:
@@ -190,7 +190,7 @@ def _joint(x: Arg, ids: Arg, weights: Arg, gate_up: Arg, down: Arg, *biases: Arg
     specs = [t.spec for t in (*tokens, *held) if t.spec is not None]
     if len(specs) < len(tokens) + len(held) or 0 in x.shape or gate_up.shape[0] == 1:  # one expert is not divided
         return
-    mesh, wished = specs[0].mesh, runtime.RT.strategies.get("experts", {})
+    mesh, requested_strategy = specs[0].mesh, runtime.RT.strategies.get("experts", {})
     by_token = [s.layout.dim_axes() for s in specs[:3]]
     by_expert = specs[3].layout.dim_axes().get(0, ())
     if any(list(axes) != sorted(axes) for cuts in (*by_token, {0: by_expert}) for axes in cuts.values()):
@@ -204,12 +204,12 @@ def _joint(x: Arg, ids: Arg, weights: Arg, gate_up: Arg, down: Arg, *biases: Arg
         if n == 1 or not split or placed[3:] != [Shard(0)] * len(held):
             continue
         runtime.RT.met.add(("experts", axis))
-        if wished.get(axis) == "whole":
+        if requested_strategy.get(axis) == "whole":
             continue
         each = 2 * x.shape[-1] * x.dtype.itemsize + k * weights.dtype.itemsize
         sent, all_rows = (n - 1) * rows * need * each, (n - 1) * rows * each
         weights_sent = (n - 1) / n * sum(s.nbytes / (parts / n) for s in specs[3:])
-        if wished.get(axis) == "rows" or sent < min(all_rows, weights_sent):
+        if requested_strategy.get(axis) == "rows" or sent < min(all_rows, weights_sent):
             inputs = (placed[0],) * 3 + (Shard(0),) * len(held)
             yield a, Strategy(inputs, (placed[0],), "e")
 

@@ -364,14 +364,14 @@ def lines(table: Mapping[str, RuleFn]) -> None:
         rule(*names.split())(fn)
 
 
-class Wish(NamedTuple):
+class RequestedStrategy(NamedTuple):
     """What is asked of an op along an axis: ``"gather"``, ``"gather:max_bytes=1000000"``, ``":max_bytes=1000000"``."""
 
     name: str
     max_bytes: int | None = None
 
     @classmethod
-    def of(cls, text: str) -> Wish:
+    def of(cls, text: str) -> RequestedStrategy:
         """Raises RuleError for what is none."""
         name, colon, rest = text.partition(":")
         key, _, number = rest.partition("=")
@@ -386,25 +386,25 @@ class Wish(NamedTuple):
         return cls(name, most)
 
 
-STRATEGIES: dict[str, tuple[str, ...]] = {}  # of ops that can be computed in several ways, the names of these
-TAKEN_WHERE: dict[str, str] = {}  # of these, what an axis must split for there to be a choice
-BOUNDED: set[str] = set()  # of these, the ones that take a bound of memory
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {}  # of ops that can be computed in several ways, the names of these
+APPLIES_TO: dict[str, str] = {}  # of these, what an axis must split for there to be a choice
+ACCEPTS_MAX_BYTES: set[str] = set()  # of these, the ones that take a bound of memory
 
 
-def checked_strategies(wished: Mapping[str, Mapping[str, str]], axes: Iterable[str] | None = None) -> None:
+def checked_strategies(requested_strategy: Mapping[str, Mapping[str, str]], axes: Iterable[str] | None = None) -> None:
     """Raises RuleError for a strategy that does not exist, naming what there is."""
-    for op, by_axis in wished.items():
-        if op not in STRATEGIES:
-            raise RuleError(f"strategies: {op!r} is computed in one way{near(op, STRATEGIES)}")
+    for op, by_axis in requested_strategy.items():
+        if op not in IMPLEMENTATIONS:
+            raise RuleError(f"strategies: {op!r} is computed in one way{near(op, IMPLEMENTATIONS)}")
         if not isinstance(by_axis, Mapping):
-            raise RuleError(f'strategies: give axes and names for {op!r}: {{"cp": {STRATEGIES[op][0]!r}}}')
+            raise RuleError(f'strategies: give axes and names for {op!r}: {{"cp": {IMPLEMENTATIONS[op][0]!r}}}')
         for axis, text in by_axis.items():
             if axes is not None and axis not in axes:
                 raise RuleError(f"strategies: the mesh has no axis {axis!r}{near(axis, axes)}")
-            name, most = Wish.of(text)
-            if name not in STRATEGIES[op] and (name or most is None):
-                raise RuleError(f"strategies: {op!r} has no strategy {name!r}{near(name, STRATEGIES[op])}")
-            if most is not None and op not in BOUNDED:
+            name, most = RequestedStrategy.of(text)
+            if name not in IMPLEMENTATIONS[op] and (name or most is None):
+                raise RuleError(f"strategies: {op!r} has no strategy {name!r}{near(name, IMPLEMENTATIONS[op])}")
+            if most is not None and op not in ACCEPTS_MAX_BYTES:
                 raise RuleError(f"strategies: {op!r} takes no max_bytes: leave it out of {text!r}")
 
 
@@ -420,6 +420,23 @@ def composite(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 __all__ = [
-    "BOUNDED", "COMPOSITES", "RULES", "STRATEGIES", "TAKEN_WHERE", "Arg", "Letters", "Local", "LocalFn", "Native",
-    "Rule", "RuleFn", "Wish", "args_in", "checked_strategies", "composite", "lines", "notation", "rule",
+    "ACCEPTS_MAX_BYTES",
+    "APPLIES_TO",
+    "COMPOSITES",
+    "IMPLEMENTATIONS",
+    "RULES",
+    "Arg",
+    "Letters",
+    "Local",
+    "LocalFn",
+    "Native",
+    "RequestedStrategy",
+    "Rule",
+    "RuleFn",
+    "args_in",
+    "checked_strategies",
+    "composite",
+    "lines",
+    "notation",
+    "rule",
 ]  # fmt: skip

@@ -19,8 +19,8 @@ from ..errors import DispatchError, ExplicitError
 from ..layout import REPLICATE, Shard
 from ..ranks import runtime
 from .attention_blocks import QueryRows, attend, attend_backward, attend_forward, dense_grads, in_blocks
-from .factor_notation import Arg, Local, Wish
-from .strategies import Strategy, Swap
+from .factor_notation import Arg, Local, RequestedStrategy
+from .strategies import AllToAllSpec, Strategy
 
 Tensor = torch.Tensor
 Attend = Callable[[Tensor, Tensor, Tensor, "float | None", QueryRows], Tensor]
@@ -106,7 +106,7 @@ class HeadsSwapped:
 
     def _moved(self, x: Tensor, sizes: tuple[int, ...], there: bool, phase: str) -> Tensor:
         n = len(sizes)
-        way = Swap(1, (x.shape[1] // (n if there else 1),) * n, 2, sizes)
+        way = AllToAllSpec(1, (x.shape[1] // (n if there else 1),) * n, 2, sizes)
         way = way if there else way.back()
         why = self.why if phase == "forward" else f"its gradient: {self.why}"
         return cast(Tensor, self.ctx.sends.swap(x, self.axes, way, why, phase))
@@ -142,8 +142,8 @@ def bounded(
         without: what the call has that keeps it from groups, or nothing.
         more: how many inputs it has beside these three, which stay whole.
     """
-    wished = runtime.RT.strategies.get(op, {})
-    wishes = {axis: Wish.of(text) for axis, text in wished.items()}
+    requested_strategy = runtime.RT.strategies.get(op, {})
+    wishes = {axis: RequestedStrategy.of(text) for axis, text in requested_strategy.items()}
     specs = [t.spec for t in (query, key, value)]
     if all(w.max_bytes is None for w in wishes.values()) or any(s is None or 0 in s.shape for s in specs):
         return None, []
@@ -152,7 +152,7 @@ def bounded(
     mesh, found = specs[0].mesh, {}  # type: ignore[union-attr]
     for a, cut in sequence_axes(query, key, value):  # noqa: B007  (the same for each)
         axis = mesh.axes[a]
-        found[a] = wishes.get(axis, Wish(""))._replace(name="heads" if axis in moved else "gather")
+        found[a] = wishes.get(axis, RequestedStrategy(""))._replace(name="heads" if axis in moved else "gather")
     asked = {a: w for a, w in found.items() if w.max_bytes is not None}
     if not asked:
         return None, []

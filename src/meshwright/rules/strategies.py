@@ -123,7 +123,7 @@ class Local:
         return any(self.axes(f) for f in factors)
 
 
-class Swap(NamedTuple):
+class AllToAllSpec(NamedTuple):
     """Dims and lengths of an all-to-all, as the collective has them."""
 
     split: int
@@ -131,9 +131,9 @@ class Swap(NamedTuple):
     concat: int
     concat_sizes: tuple[int, ...]
 
-    def back(self) -> Swap:
+    def back(self) -> AllToAllSpec:
         """What undoes it."""
-        return Swap(self.concat, self.concat_sizes, self.split, self.split_sizes)
+        return AllToAllSpec(self.concat, self.concat_sizes, self.split, self.split_sizes)
 
 
 LocalFn = Callable[..., Any]

@@ -19,8 +19,8 @@ from .dist_tensor import DistTensor, GradientHook, call_enabled, read, whole, wr
 from .global_calls import GlobalCalls, tell
 from .gradients import (
     GRADIENT,
-    Coming,
     LentGradient,
+    PendingGradient,
     accumulates,
     assigned_grad,
     beside_slot,
@@ -39,13 +39,13 @@ from .substitutes import OPEN, stands_in, within
 __all__ = [
     "GRADIENT",
     "OPEN",
-    "Coming",
     "DistTensor",
     "GlobalCalls",
     "GradientHook",
     "Inference",
     "LentGradient",
     "OpenTensor",
+    "PendingGradient",
     "accumulates",
     "assigned_grad",
     "beside_slot",

@@ -24,7 +24,7 @@ from ..ranks.launchers import launched
 from ..resharding import executor, planner
 from ..rules import Rule, checked_strategies
 from ..rules import rule as _rule
-from ..rules.factor_notation import TAKEN_WHERE
+from ..rules.factor_notation import APPLIES_TO
 from ..rules.strided import ROW_MAJOR
 from . import DistTensor, Inference, graph_marks, infer, wrap
 from . import autograd_functions as _functions  # noqa: F401 (guards what would take a rank's part for the whole)
@@ -415,7 +415,7 @@ def constrain(x: Tensor, placements: Placements) -> Tensor:
 
 
 @contextmanager
-def strategies(wished: Mapping[str, Mapping[str, str]]) -> Iterator[None]:
+def strategies(requested_strategy: Mapping[str, Mapping[str, str]]) -> Iterator[None]:
     """Choose the algorithm of ops that have several. Other ops use the one that sends fewest bytes.
 
     A change drops all cached plans: use it once around training, not around each step. A choice that no call inside
@@ -442,19 +442,21 @@ def strategies(wished: Mapping[str, Mapping[str, str]]) -> Iterator[None]:
         assert mw.simulate(attend, mesh)[0] == (mw.Shard(2),)
         ```
     """
-    checked_strategies(wished)
+    checked_strategies(requested_strategy)
     rt = runtime.RT
-    if rt.strategies == wished:  # nothing is planned anew
+    if rt.strategies == requested_strategy:  # nothing is planned anew
         yield
         return
     before, rt.met = rt.met, set()
     try:
-        with runtime.preferring(wished):
+        with runtime.preferring(requested_strategy):
             yield
-        for op, axis, name in [(op, axis, name) for op, axes in wished.items() for axis, name in axes.items()]:
+        for op, axis, name in [
+            (op, axis, name) for op, axes in requested_strategy.items() for axis, name in axes.items()
+        ]:
             if (op, axis) not in rt.met:
                 warnings.warn(
-                    f"strategies: no {op} inside had {TAKEN_WHERE[op]} split over {axis!r}, so none took {name!r}: lay "
+                    f"strategies: no {op} inside had {APPLIES_TO[op]} split over {axis!r}, so none took {name!r}: lay "
                     "them so, or leave it out",
                     stacklevel=runtime.users_level(),
                 )

@@ -10,7 +10,17 @@ import torch
 
 from .. import compat
 from ..compat import engine_run_backward
-from ..dispatch import NO, Args, Kwargs, disabled, refresh, resolve_types, root, unit_cotangent, wanting_gradients
+from ..dispatch import (
+    NO_KWARGS,
+    Args,
+    Kwargs,
+    disabled,
+    refresh,
+    resolve_types,
+    root,
+    unit_cotangent,
+    wanting_gradients,
+)
 from ..errors import DispatchError
 from . import modes
 from .dist_tensor import DistTensor, call_enabled, local_of, plain, whole, wrap
@@ -144,7 +154,7 @@ def _backward_of(
     inputs: Any = None,
 ) -> None:
     """Gradients of the leaves, as on one device: the global value is what is differentiated."""
-    backward(None, (self, gradient, retain_graph, create_graph, inputs), NO)
+    backward(None, (self, gradient, retain_graph, create_graph, inputs), NO_KWARGS)
 
 
 DistTensor.backward = _backward_of  # type: ignore[assignment,method-assign]

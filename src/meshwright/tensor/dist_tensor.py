@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import collective, compat
 from ..collective import refuse_by_hand, sends_objects, silent
 from ..dispatch import (
-    NO,
+    NO_KWARGS,
     Args,
     Kwargs,
     ask_gradient,
@@ -314,7 +314,7 @@ class DistTensor(torch.Tensor):
     @property
     def requires_grad(self) -> bool:
         """Whether gradients are recorded for this tensor."""
-        return cast(bool, call_disabled(_GET_REQUIRES, (), (self,), NO))
+        return cast(bool, call_disabled(_GET_REQUIRES, (), (self,), NO_KWARGS))
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -470,7 +470,7 @@ def wrap(local: Tensor, spec: Spec) -> DistTensor:
 def _detached(t: DistTensor) -> DistTensor:
     itself(t)
     marks = Marks(copied=marks_of(t._spec).copied)
-    made: DistTensor = call_disabled(_DETACH, (), (t,), NO)
+    made: DistTensor = call_disabled(_DETACH, (), (t,), NO_KWARGS)
     made.__class__ = DistTensor
     made._spec = marked(t._spec.untyped(), marks)
     remember_detached(t, made)
@@ -490,7 +490,12 @@ _NUMBERS = Numbers()
 def number_made(t: DistTensor) -> None:
     """A tensor of no dims was made, or has lost its history."""
     told = Numbers.to_be_read
-    if told is None or _NUMBERS.unseen or not is_part(t._spec) or call_disabled(_GET_GRAD_FN, (), (t,), NO) is not None:
+    if (
+        told is None
+        or _NUMBERS.unseen
+        or not is_part(t._spec)
+        or call_disabled(_GET_GRAD_FN, (), (t,), NO_KWARGS) is not None
+    ):
         return
     told()
     Numbers.to_be_read = None
@@ -521,7 +526,7 @@ def plain(t: Tensor) -> Tensor:
 
 def raw_grad(t: Tensor) -> Tensor | None:
     """What autograd's slot for the gradient holds."""
-    return cast("Tensor | None", call_disabled(get_grad, (), (t,), NO))
+    return cast("Tensor | None", call_disabled(get_grad, (), (t,), NO_KWARGS))
 
 
 _PICKLED = (

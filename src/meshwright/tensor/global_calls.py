@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..dispatch import (
-    NO,
+    NO_KWARGS,
     ONCE,
     Args,
     Frontend,
@@ -55,7 +55,7 @@ class GlobalCalls:
             return func(*args, **kwargs)
         if autocast.active() and any(ONCE in t.__dict__ for t in tensors):
             casts = casts_of(func, args, kwargs)
-            args, kwargs = (args, kwargs) if casts is None else self.enabled(casts.once, (args, kwargs), NO)
+            args, kwargs = (args, kwargs) if casts is None else self.enabled(casts.once, (args, kwargs), NO_KWARGS)
         return call(self.front, key_of(func, args, kwargs), func, args, kwargs)
 
     def enabled(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -92,12 +92,12 @@ class _Global(TorchFunctionMode):
         if isinstance(first, Tensor) and "_spec" in first.__dict__:
             name = getattr(func, "__name__", "")
             if name in GLOBAL_METHODS:
-                return getattr(DistTensor, name)(*args, **kwargs or NO)
+                return getattr(DistTensor, name)(*args, **kwargs or NO_KWARGS)
             name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
             if name in GLOBAL_PROPERTIES:
                 with self:
                     return getattr(DistTensor, name).fget(first)
-        return self.owner.call(func, tuple(args), kwargs or NO)
+        return self.owner.call(func, tuple(args), kwargs or NO_KWARGS)
 
 
 __all__ = ["GlobalCalls", "tell"]

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import compat
-from ..dispatch import NO, call_disabled, disabled, remember
+from ..dispatch import NO_KWARGS, call_disabled, disabled, remember
 from ..errors import LayoutError
 from ..layout import Layout, Marks, Spec, marked, marks_of
 from ..local_tensor import get_grad, set_grad
@@ -36,7 +36,7 @@ GRADIENT = "_gradient"  # in the dict of a tensor: its :class:`Gradient`
 _engine: Any = compat.execution_engine
 
 
-class Coming(Protocol):
+class PendingGradient(Protocol):
     """A gradient on its way."""
 
     def finalize(self, p: DistTensor) -> None:
@@ -54,7 +54,7 @@ class Gradient:
         aside: what was assigned, for the time of a backward that starts a new one.
     """
 
-    held: DistTensor | Coming | None = None
+    held: DistTensor | PendingGradient | None = None
     assigned: DistTensor | None = None
     number: int = 0
     aside: DistTensor | None = None
@@ -88,7 +88,7 @@ def held(p: Tensor) -> DistTensor | None:
     return kept
 
 
-def hold(p: Tensor, g: DistTensor | Coming | None) -> None:
+def hold(p: Tensor, g: DistTensor | PendingGradient | None) -> None:
     """Hold a gradient beside the slot."""
     space = p.__dict__
     if GRADIENT in space:
@@ -170,10 +170,10 @@ def _get(self: DistTensor) -> DistTensor | None:
     beside = space[GRADIENT] if GRADIENT in space else NONE  # noqa: SIM401 (a call less)
     if beside.aside is not None:
         bring(self)
-    found: Any = call_disabled(get_grad, (), (self,), NO)
+    found: Any = call_disabled(get_grad, (), (self,), NO_KWARGS)
     if beside.held is not None:
         kept = held(self)
-        found = call_disabled(get_grad, (), (self,), NO)  # another one, if what was held came into the slot
+        found = call_disabled(get_grad, (), (self,), NO_KWARGS)  # another one, if what was held came into the slot
         if kept is None or found is None:
             return kept if found is None else found
         _merge(self, kept, found)
@@ -189,7 +189,7 @@ def _set(self: DistTensor, value: Any) -> None:
         beside = _record(self)
         beside.assigned = beside.aside = None
     if value is None or (value.__class__ is DistTensor and value._spec is spec.grad() and not spec.undecided):
-        call_disabled(set_grad, (), (self, value), NO)
+        call_disabled(set_grad, (), (self, value), NO_KWARGS)
         hold(self, None)
         return
     given = _checked(self, value)
@@ -356,8 +356,8 @@ DistTensor.grad = property(_get, _set, _delete, _DOC)  # type: ignore[assignment
 
 __all__ = [
     "GRADIENT",
-    "Coming",
     "LentGradient",
+    "PendingGradient",
     "accumulates",
     "assigned_grad",
     "beside_slot",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..dispatch import NO, QUESTIONS, call_disabled, resolve
+from ..dispatch import METADATA_METHODS, NO_KWARGS, call_disabled, resolve
 from ..layout import MarkedSpec, Spec
 from ..ranks import runtime
 from ..rules.strided import ROW_MAJOR
@@ -61,7 +61,7 @@ def _operator(name: str, func: Any) -> Any:
             known = runtime.RT.fast.get((func, self._spec, kind))
         elif not isinstance(other, (Tensor, float, int, complex)):
             return func(self, other)
-        return dispatch(func, _TYPES, (self, other), NO, known)
+        return dispatch(func, _TYPES, (self, other), NO_KWARGS, known)
 
     operator.__name__ = operator.__qualname__ = name
     return operator
@@ -83,7 +83,7 @@ def _question(name: str, func: Any) -> Any:
 def _getter(name: str) -> Any:
     """A property that says the same of the local tensor and of the global one, without a detour through dispatch."""
     get = getattr(BASE, name).__get__
-    return property(lambda self: call_disabled(get, (), (self,), NO), doc=getattr(BASE, name).__doc__)
+    return property(lambda self: call_disabled(get, (), (self,), NO_KWARGS), doc=getattr(BASE, name).__doc__)
 
 
 def _clone(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,9 +110,9 @@ def _global_strides(spec: Spec, sizes: tuple[int, ...], strides: tuple[int, ...]
 
 def _stride(self: Any, dim: int | None = None) -> Any:
     """Strides of the global tensor."""
-    strides = call_disabled(Tensor.stride, (), (self,), NO)
+    strides = call_disabled(Tensor.stride, (), (self,), NO_KWARGS)
     if _enabled() and is_part(self._spec):
-        strides = _global_strides(self._spec, call_disabled(Tensor.size, (), (self,), NO), strides)
+        strides = _global_strides(self._spec, call_disabled(Tensor.size, (), (self,), NO_KWARGS), strides)
     return strides if dim is None else strides[dim]
 
 
@@ -146,7 +146,7 @@ def _where(name: str, of: Any) -> None:
                 found = scope.device(self)
                 if found is not None:
                     return of(found)
-        return call_disabled(get, (), (self,), NO)
+        return call_disabled(get, (), (self,), NO_KWARGS)
 
     setattr(DistTensor, name, property(where, doc=getattr(BASE, name).__doc__))
 
@@ -168,7 +168,7 @@ for _name in _METHODS:
     setattr(DistTensor, _name, _method(_name, getattr(Tensor, _name)))
 for _name in _OPERATORS:
     setattr(DistTensor, f"__{_name}__", _operator(f"__{_name}__", getattr(Tensor, f"__{_name}__")))
-for _name in QUESTIONS - {"__hash__"}:  # of that PyTorch's own asks nobody
+for _name in METADATA_METHODS - {"__hash__"}:  # of that PyTorch's own asks nobody
     if callable(_func := getattr(Tensor, _name, None)):
         setattr(DistTensor, _name, _question(_name, _func))
 _CLONE = _method("clone", Tensor.clone)

@@ -14,7 +14,7 @@ import torch
 
 from .. import compat
 from ..compat import OpOverload, TorchDispatchMode, disable_current_modes
-from ..dispatch import NO, call_disabled, disabled, map_tensors
+from ..dispatch import NO_KWARGS, call_disabled, disabled, map_tensors
 from ..local_tensor import bare
 from .dist_tensor import DistTensor
 
@@ -27,7 +27,7 @@ class _Locals(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with disabled():
             with disable_current_modes():  # an alias is no operation of the user's
-                args, kwargs = map_tensors(args, _local), map_tensors(kwargs or NO, _local)
+                args, kwargs = map_tensors(args, _local), map_tensors(kwargs or NO_KWARGS, _local)
             return func(*args, **kwargs)
 
 
@@ -46,7 +46,7 @@ def locals_only() -> contextlib.AbstractContextManager[Any]:
 def under(dispatch: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """A call on distributed tensors while a mode is active; NotImplemented where it goes its usual way."""
     if func.__class__ is OpOverload and compat.current_graph_task_id() != -1:
-        return call_disabled(func, types, args, kwargs or NO)  # a mode goes on with what autograd saved: locals
+        return call_disabled(func, types, args, kwargs or NO_KWARGS)  # a mode goes on with what autograd saved: locals
     entered = locals_only()
     if not isinstance(entered, _Locals):
         return NotImplemented

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..dispatch import NO, call_disabled
+from ..dispatch import NO_KWARGS, call_disabled
 from ..local_tensor import OPEN, mine, open_as
 from .dist_tensor import DistTensor
 from .torch_function import dispatch
@@ -50,7 +50,7 @@ def _either_method(ours: Any, base: Any) -> Any:
 
 def _dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if any(issubclass(t, OpenTensor) for t in types) and any(map(_is_mine, args)):
-        return call_disabled(func, types, args, kwargs or NO)
+        return call_disabled(func, types, args, kwargs or NO_KWARGS)
     return dispatch(func, types, args, kwargs)
 
 

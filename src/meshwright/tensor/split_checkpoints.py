@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ..dispatch import Standin, disabled, refresh, tensors_in, wanted
+from ..dispatch import SpecHandle, disabled, refresh, tensors_in, wanted
 from ..dispatch.views import KeptCopies
 from ..errors import LayoutError, ShardError
 from ..layout import Partial, Replicate, Shard, Spec, as_placement, marked, marks_of
@@ -100,7 +100,7 @@ class _Types:
     """
 
     def __init__(self, t: DistTensor) -> None:
-        self.spec, self.standin = t._spec, Standin(t)
+        self.spec, self.standin = t._spec, SpecHandle(t)
 
     def told(self) -> Spec:
         """The spec of the tensor with the types that are known by now."""

@@ -13,7 +13,7 @@ from ..compat import python_dispatch as torchs
 from ..dispatch import (
     ASKED,
     FOREACH_OVERRIDES,
-    NO,
+    NO_KWARGS,
     Args,
     Frontend,
     Known,
@@ -93,8 +93,8 @@ def dispatch(
     key: Any = None
     if known is None:
         if args and args[0].__class__ is list and func in FOREACH_OVERRIDES:
-            args, kwargs = with_stand_ins(func, args, kwargs or NO) or (args, kwargs)
-            return FOREACH_OVERRIDES[func](*args, **kwargs or NO)
+            args, kwargs = with_stand_ins(func, args, kwargs or NO_KWARGS) or (args, kwargs)
+            return FOREACH_OVERRIDES[func](*args, **kwargs or NO_KWARGS)
         try:
             key = (func, *[a._spec if a.__class__ is DistTensor else key_part(a, func) for a in args])
         except TensorBounds:
@@ -105,18 +105,18 @@ def dispatch(
         known = runtime.RT.fast.get(key)
         if known is None:
             try:
-                return call(EAGER, key, func, args, kwargs or NO)
+                return call(EAGER, key, func, args, kwargs or NO_KWARGS)
             except (RuntimeError, ValueError, IndexError) as error:
                 if type(error) in PYTORCHS and (fix := fix_of_parts(str(error), tensors_in((args, kwargs)))):
                     raise type(error)(fix) from error
                 raise
     spec, run = known
     if run is None:
-        out = call_disabled(func, types, args, kwargs or NO)
+        out = call_disabled(func, types, args, kwargs or NO_KWARGS)
     else:
-        out = run(args, kwargs or NO)
+        out = run(args, kwargs or NO_KWARGS)
         if out is NotImplemented:
-            return call(EAGER, key or key_of(func, args, kwargs or NO), func, args, kwargs or NO)
+            return call(EAGER, key or key_of(func, args, kwargs or NO_KWARGS), func, args, kwargs or NO_KWARGS)
     if out.__class__ is not Tensor:  # in place, an op that returned its input, or several tensors
         if is_inference_mode() and isinstance(out, Tensor):
             count_write(out)

@@ -32,7 +32,7 @@ from .journal import Departure, Journal, RankJournal
 from .merged import merged
 from .report import Coverage, Verification
 from .runs import Optimizers, Task, copies
-from .sizes import Step, fitted, valued
+from .sizes import Step, shrink_to_budget, valued
 from .steps import named_leaves
 from .work import on_meta
 
@@ -121,7 +121,7 @@ def verify(
     manager = passes if isinstance(passes, PassManager) else PassManager(passes)
     digest = _digest(model, loss_fn, optimizer, example_batch, mesh, plan, manager) if "captured" in modes else ""
     step = Step(model, loss_fn or own_loss, optimizer, example_batch, plan)
-    step = valued(fitted(step, mesh, len(set(modes)), steps + save, seconds, shrink))
+    step = valued(shrink_to_budget(step, mesh, len(set(modes)), steps + save, seconds, shrink))
     with _in_float64():
         task = _task(step, mesh, manager, steps, save, seed, of_model="captured" in modes)
         found, covered, more = _compared(task, step.loss_fn, dict.fromkeys(modes))

@@ -52,7 +52,7 @@ class Step:
         return work_of(self.model, self.loss_fn, self.batch)
 
 
-def fitted(step: Step, mesh: Mesh, modes: int, updates: int, seconds: float, shrink: bool | None) -> Step:
+def shrink_to_budget(step: Step, mesh: Mesh, modes: int, updates: int, seconds: float, shrink: bool | None) -> Step:
     """A step whose verification takes no more than some seconds, about, and the memory that is free.
 
     Args:
@@ -322,4 +322,4 @@ def _moved(step: Step, model: nn.Module) -> Any:
     return optimizer
 
 
-__all__ = ["Step", "fitted", "valued"]
+__all__ = ["Step", "shrink_to_budget", "valued"]

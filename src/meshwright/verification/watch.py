@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..compat import add_hook, pytree
-from ..dispatch import QUESTIONS, disabled, gradient_types
+from ..dispatch import METADATA_METHODS, disabled, gradient_types
 from ..layout import Spec
 from ..local_tensor import bare
 from ..ranks import runtime
@@ -38,8 +38,8 @@ _DOUBLED = doubled.__file__
 _HERE = os.path.dirname(os.path.abspath(__file__))
 # Of the object, or properties of it, which distributed tensors answer without a call.
 _ASKED = {
-    *QUESTIONS, *GLOBAL_METHODS, "__get__", "__set__", "__delete__", "backward", "register_hook", "data_ptr", "type",
-    "detach",
+    *METADATA_METHODS, *GLOBAL_METHODS, "__get__", "__set__", "__delete__", "backward", "register_hook", "data_ptr",
+    "type", "detach",
 }  # fmt: skip
 # What they give is memory that nobody has written to.
 _UNWRITTEN = {"empty", "empty_like", "new_empty", "empty_strided", "empty_permuted", "new_empty_strided", "resize_"}

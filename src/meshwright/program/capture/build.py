@@ -190,9 +190,9 @@ def build(
         CaptureError, LayoutError, ShardError, MeshwrightError: with the user's line where there is one.
     """
     plan = plan or Plan()
-    wished = runtime.RT.strategies if plan.strategies is None else plan.strategies
+    requested_strategy = runtime.RT.strategies if plan.strategies is None else plan.strategies
     staged = sum(1 << a for a, name in enumerate(mesh.axes) if name in (plan.stages or ()))
-    with no_collection(), without_anomaly_mode(), writing_nothing(), runtime.preferring(wished, staged):
+    with no_collection(), without_anomaly_mode(), writing_nothing(), runtime.preferring(requested_strategy, staged):
         return _build(model, loss_fn, as_one(optimizer), batch, mesh, plan, rank, train, again, homes, weighing)
 
 

@@ -16,7 +16,7 @@ import torch.fx as fx
 
 from ... import collective
 from ...compat import DataDependentOutputException, DynamicOutputShapeException
-from ...dispatch import BRING, ONCE, Once, link, relayout, resolve_types, root, unit_cotangent
+from ...dispatch import CONVERT_WITH_GRAD_DTYPE, ONCE, CachedCast, link, relayout, resolve_types, root, unit_cotangent
 from ...errors import CaptureError
 from ...layout import Layout, Partial, Spec
 from ...mesh import Mesh
@@ -276,8 +276,8 @@ class _Partition:
                     value = executor.apply(steps.steps, t) if value is None else value
                 return executor.bring(leaf, value, wide, (*way.back, *in_dtype(steps, wide).steps))
 
-            made.__dict__[BRING] = brought
-            made.__dict__[ONCE] = Once(self.mesh.device)
+            made.__dict__[CONVERT_WITH_GRAD_DTYPE] = brought
+            made.__dict__[ONCE] = CachedCast(self.mesh.device)
         link([leaf, made])
         self.seen_of[id(made)] = leaf
         return made

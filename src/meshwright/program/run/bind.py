@@ -39,7 +39,7 @@ BACKENDS: dict[str | None, Callable[[Program], Program]] = {None: lambda program
 
 
 @dataclass
-class Carrier:
+class StepState:
     """What all programs of a step work on.
 
     Attributes:
@@ -64,7 +64,7 @@ class Carrier:
     leftover: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64, device="cpu"))
 
 
-class Bound:
+class BoundProgram:
     """A program bound to its carrier.
 
     Args:
@@ -77,7 +77,7 @@ class Bound:
     def __init__(
         self,
         program: Program,
-        carrier: Carrier,
+        carrier: StepState,
         leaves: Mapping[str, int],
         tree: Any,
         compiled: tuple[Compiled, Variables] | None = None,
@@ -364,11 +364,11 @@ def _replaced(o: _Owned, t: Any) -> Tensor:
     return local(t)
 
 
-class Ready:
+class CompiledVariant:
     """The programs of a step for one shape of batches, and the schedules that run them.
 
     Args:
-        how: leaves and tree, as of :class:`Bound`.
+        how: leaves and tree, as of :class:`BoundProgram`.
         many: the code of a program for many sizes, and the variables at which this one is.
 
     Attributes:
@@ -381,7 +381,7 @@ class Ready:
     def __init__(
         self,
         program: Program,
-        carrier: Carrier,
+        carrier: StepState,
         how: tuple[Mapping[str, int], Any],
         places: Sequence[Place] = (),
         many: tuple[Code, Variables] | None = None,
@@ -393,19 +393,21 @@ class Ready:
         self.sums = {i.name: i.spec for i in inputs if i.kind == "accumulator"}
         whole = {} if program.pipeline else {WHOLE: program}
         self.parts = {
-            name: Bound(part, carrier, *how, None if many is None else (many[0][name], many[1]), bool(program.pipeline))
+            name: BoundProgram(
+                part, carrier, *how, None if many is None else (many[0][name], many[1]), bool(program.pipeline)
+            )
             for name, part in {**program.parts, **whole}.items()
         }
         known: dict[str, Any] = {**self.parts, PIPELINE: self.parts.get("flush")}
-        self.schedules: dict[str, list[Bound]] = {
+        self.schedules: dict[str, list[BoundProgram]] = {
             name: [known[part] for part in runs] for name, runs in program.schedules.items()
         }
 
-    def at(self, program: Program, code: Code, variables: Variables) -> Ready:
+    def at(self, program: Program, code: Code, variables: Variables) -> CompiledVariant:
         """The same for other sizes, by a program for many."""
-        return Ready(program, self.carrier, self.how, self.places, (code, variables))
+        return CompiledVariant(program, self.carrier, self.how, self.places, (code, variables))
 
-    def fold(self, into: Ready, part: str) -> None:
+    def fold(self, into: CompiledVariant, part: str) -> None:
         """Of sums that lie otherwise than those that another's part reads: add them to those, and leave none here.
 
         Raises:
@@ -476,4 +478,4 @@ def part(t: Any, spec: Spec) -> Tensor:
     return made if made.device.type == spec.mesh.device else made.to(spec.mesh.device)
 
 
-__all__ = ["BACKENDS", "Bound", "Carrier", "Ready", "local", "part"]
+__all__ = ["BACKENDS", "BoundProgram", "CompiledVariant", "StepState", "local", "part"]

@@ -11,7 +11,7 @@ from ...errors import ProgramError
 from ...layout import Spec
 from ..capture.scale import SCALE
 from ..ir.program import STEP, WEIGHT
-from .bind import Bound, Carrier, Ready
+from .bind import BoundProgram, CompiledVariant, StepState
 from .pipeline import Pipelined
 
 Tensor = torch.Tensor
@@ -28,9 +28,9 @@ class Cycle:
         done: calls since the last update.
     """
 
-    def __init__(self, carrier: Carrier) -> None:
+    def __init__(self, carrier: StepState) -> None:
         self.carrier, self.done = carrier, 0
-        self._ready: Ready | None = None  # whose sums those of the carrier are
+        self._ready: CompiledVariant | None = None  # whose sums those of the carrier are
 
     @property
     def calls(self) -> int:
@@ -47,7 +47,7 @@ class Cycle:
         """What calls leave to the next ones: nothing where each one updates."""
         return {} if self.calls == 1 else self.carrier.sums
 
-    def flush(self) -> Bound:
+    def flush(self) -> BoundProgram:
         """What updates from the calls that have run, of which there are some.
 
         Raises:
@@ -60,7 +60,7 @@ class Cycle:
         self.carrier.leftover.fill_(self.calls / self.done)
         return bound
 
-    def join(self, made: Ready) -> Bound:
+    def join(self, made: CompiledVariant) -> BoundProgram:
         """What the next call runs, of the programs for its batch.
 
         Raises:
@@ -72,7 +72,7 @@ class Cycle:
         self._ready = made
         return made.schedules[STEP][self.done]
 
-    def pipelined(self, readies: Sequence[Ready], micros: Sequence[Sequence[Any]]) -> Any:
+    def pipelined(self, readies: Sequence[CompiledVariant], micros: Sequence[Sequence[Any]]) -> Any:
         """What a step of several micro-batches runs, of the programs for each.
 
         Raises as :meth:`join`.
@@ -121,7 +121,7 @@ class Cycle:
         self.done = int(state["micro_step"])
 
 
-def _alike(made: Ready, before: Ready, folded: bool = False) -> None:
+def _alike(made: CompiledVariant, before: CompiledVariant, folded: bool = False) -> None:
     """Raises ProgramError where the sums of one's programs are not those of the other's.
 
     Args:

@@ -14,7 +14,7 @@ from ...errors import CaptureError
 from ...mesh import Mesh
 from ..ir.program import WHOLE
 from ..ir.sizes import Fit, ManySizes, Unlike, Variables, many_sizes
-from .bind import Code, Ready
+from .bind import Code, CompiledVariant
 from .runner import Compiled
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Many:
     conditions: Conditions
     like: Capture
 
-    def ready(self, variables: Variables, read: Read) -> Ready | None:
+    def ready(self, variables: Variables, read: Read) -> CompiledVariant | None:
         """Bound for one size; None where the code may read other numbers now (``read``), or the model lies in memory
         as the program cannot take it."""
         like = self.like.ready
@@ -90,7 +90,7 @@ class Capture:
         read: the numbers that the user's code may read.
     """
 
-    ready: Ready
+    ready: CompiledVariant
     module: Any
     read: Read
 

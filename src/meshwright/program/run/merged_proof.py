@@ -21,7 +21,7 @@ from ...errors import PassError
 from ...passes import Pass
 from ...ranks import runtime
 from ..ir.program import Program
-from .bind import BACKENDS, Bound, Ready
+from .bind import BACKENDS, BoundProgram, CompiledVariant
 from .pipeline import Pipelined
 from .proof import (
     SEED,
@@ -82,7 +82,7 @@ class MergedProof:
         self.where, self.passes, self.always, self.whole = where, passes, always, whole
         self._merge = next((p for p in passes if p.calls_per_update > 1 or p.splits > 1), None)
         self.outcomes: list[Outcome] = []
-        self._plains: dict[int, tuple[Ready, Program]] = {}
+        self._plains: dict[int, tuple[CompiledVariant, Program]] = {}
         self._open: dict[int, int] = {}  # id of programs to the cycles that were to compare them
         self._micros: list[_Micro] = []
         self._runs: dict[int, PlainRun] = {}
@@ -90,13 +90,13 @@ class MergedProof:
         self._shown: dict[str, Sketch] = {}
         self._loss: Tensor | None = None
 
-    def begin(self, ready: Ready, plain: Program) -> None:
+    def begin(self, ready: CompiledVariant, plain: Program) -> None:
         """Compare the first cycle of these programs."""
         self._plains[id(ready)] = ready, plain
         self._open[id(ready)] = 0
 
     def call(
-        self, bound: Any, readies: Sequence[Ready], micros: Sequence[Sequence[Any]], cycle: tuple[int, int],
+        self, bound: Any, readies: Sequence[CompiledVariant], micros: Sequence[Sequence[Any]], cycle: tuple[int, int],
         run: Callable[[], Any],
     ) -> Any:  # fmt: skip
         """A call, with the programs and leaves of its micro-batches; raises as ``Proofs.call``."""
@@ -114,7 +114,7 @@ class MergedProof:
                 seed = int(torch.randint(1 << 62, ()))
         for i, (ready, micro) in enumerate(zip(readies, micros, strict=True)):
             self._micros.append(self._micro(ready, micro, before, None if seed is None else seed + i))
-        watch: Bound = bound.flush if isinstance(bound, Pipelined) else bound
+        watch: BoundProgram = bound.flush if isinstance(bound, Pipelined) else bound
         self._shown, self._last, self._piped = {}, done + 1 == calls, isinstance(bound, Pipelined)
         self._spec = next((o.spec for o in watch.program.outputs if o.kind == "loss"), None)
         program = watched(BACKENDS[watch.carrier.backend](watch.program), self._show, self._verdict, unclipped=True)
@@ -132,7 +132,7 @@ class MergedProof:
             if self._last:
                 self._end()
 
-    def early(self, flush: Callable[[], Bound]) -> None:
+    def early(self, flush: Callable[[], BoundProgram]) -> None:
         """Compare what ``step.flush()`` would update with now, after the first call of a cycle; it stays as it is.
 
         Args:
@@ -150,7 +150,7 @@ class MergedProof:
             found = differing(names, micro.sketches, self._shown, micro.again(), outcome, SEED)
         self._raise(plain.mesh, found, " in step.flush() after one micro-step")
 
-    def _emptied(self, ready: Ready) -> None:
+    def _emptied(self, ready: CompiledVariant) -> None:
         """Raise where sums of gradients are left to the next update."""
         left = [name for name, t in ready.carrier.sums.items() if t.numel() and bool(t.any())]
         mesh = ready.program.mesh
@@ -170,7 +170,7 @@ class MergedProof:
     def _end(self) -> None:
         self._micros, self._runs, self._active = [], {}, False
 
-    def _micro(self, ready: Ready, leaves: Sequence[Any], before: Before, seed: int | None) -> _Micro:
+    def _micro(self, ready: CompiledVariant, leaves: Sequence[Any], before: Before, seed: int | None) -> _Micro:
         plain = self._plains[id(ready)][1]
         run = self._runs.get(id(ready))
         if run is None:

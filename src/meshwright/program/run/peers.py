@@ -17,7 +17,7 @@ from ...ranks import runtime
 from ...shard.gradients.batches import SameBatches
 from ...shard.gradients.replicas import first_divergent_replica
 from ...tensor import DistTensor
-from .bind import Bound, Carrier
+from .bind import BoundProgram, StepState
 
 Tensor = torch.Tensor
 
@@ -37,14 +37,14 @@ class Peers:
         whole: whether plain tensors hold global values; otherwise each rank has its own.
     """
 
-    def __init__(self, mesh: Mesh, carrier: Carrier, whole: bool) -> None:
+    def __init__(self, mesh: Mesh, carrier: StepState, whole: bool) -> None:
         self.mesh, self.carrier, self.whole = mesh, carrier, whole
         self.batches = 0  # digest of those since the last update
         self.taken = SameBatches()
         self.states: list[Any] = []  # what the programs since then were made for
         self.torn = False  # a call ended with an error
 
-    def run(self, bound: Bound, leaves: Sequence[Any], updates: bool, state: Any) -> Any:
+    def run(self, bound: BoundProgram, leaves: Sequence[Any], updates: bool, state: Any) -> Any:
         """Run a program; where it updates, compare.
 
         Args:
@@ -82,7 +82,7 @@ class Peers:
         heard = collective.compare_progress((int(program),), collective.group(self.mesh), "")
         return all(word for (word,) in heard())
 
-    def evaluate(self, bound: Bound, leaves: Sequence[Any]) -> Any:
+    def evaluate(self, bound: BoundProgram, leaves: Sequence[Any]) -> Any:
         """Run a program that updates nothing; over gloo its small reductions carry what is compared."""
         if self.mesh.size == 1:
             return bound(leaves)
@@ -95,12 +95,12 @@ class Peers:
         answer()
         return made
 
-    def _plain(self, bound: Bound, leaves: Sequence[Any]) -> list[Tensor]:
+    def _plain(self, bound: BoundProgram, leaves: Sequence[Any]) -> list[Tensor]:
         """Tensors of a batch that are the same on all ranks."""
         given = [leaves[k] for _, k, spec, _ in bound.batch if spec is not None]
         return [t for t in given if not isinstance(t, DistTensor)] if self.whole else []
 
-    def _claim(self, bound: Bound, batch: Sequence[Tensor]) -> None:
+    def _claim(self, bound: BoundProgram, batch: Sequence[Tensor]) -> None:
         """Tensors from outside of the model, and batches without an update, are compared as all plain tensors are."""
         if not self.whole:
             return
@@ -111,7 +111,7 @@ class Peers:
         collective.claim_all("what a captured step finds outside of the model", bound.outside, everyone)
         collective.claim_all("what a captured step is given", batch, everyone)
 
-    def _start(self, bound: Bound, torn: bool, leaves: Sequence[Any]) -> Callable[[], None]:
+    def _start(self, bound: BoundProgram, torn: bool, leaves: Sequence[Any]) -> Callable[[], None]:
         optimizer = self.carrier.optimizer
         rates = [] if optimizer is None else [float(g["lr"]) for g in optimizer.param_groups if "lr" in g]
         group = collective.group(self.mesh)
@@ -120,7 +120,9 @@ class Peers:
         heard = collective.compare_progress(words, group, doing(leaves, "a captured step") if self.whole else "")
         return lambda: self._judge(bound, group, heard(), rates)
 
-    def _judge(self, bound: Bound, group: collective.Group, heard: list[tuple[int, ...]], rates: list[float]) -> None:
+    def _judge(
+        self, bound: BoundProgram, group: collective.Group, heard: list[tuple[int, ...]], rates: list[float]
+    ) -> None:
         numbers, batches, writes, torn, loaded, laid = zip(*heard, strict=True)
         self.taken.judge(group, list(zip(loaded, laid, strict=True)))
         if self.whole and len(set(numbers)) > 1:
@@ -145,7 +147,7 @@ class Peers:
         if not self.whole and len(set(writes)) > 1:
             warnings.warn(text, RuntimeWarning, stacklevel=4)
 
-    def _values(self, bound: Bound) -> dict[str, tuple[Layout, Tensor]]:
+    def _values(self, bound: BoundProgram) -> dict[str, tuple[Layout, Tensor]]:
         return {
             given.name: (Layout(self.mesh) if given.spec is None else given.spec.layout, t)
             for given, t in zip(bound.program.inputs, bound.inputs, strict=True)

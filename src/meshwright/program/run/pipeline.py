@@ -19,7 +19,7 @@ from ...tensor import DistTensor, wrap
 from ..ir.nodes import Value, checked_value
 from ..ir.program import ONCE, Message, Staging
 from ..ir.schedules import Action
-from .bind import Bound, Ready
+from .bind import BoundProgram, CompiledVariant
 
 Tensor = torch.Tensor
 _AHEAD = 2  # messages of a lane that are received before they are asked for
@@ -28,14 +28,14 @@ _AHEAD = 2  # messages of a lane that are received before they are asked for
 class Pipelined:
     """One step of several micro-batches, which may have programs of their own.
 
-    To those who compare ranks it is as a :class:`~meshwright.program.run.bind.Bound`: that of the update.
+    To those who compare ranks it is as a :class:`~meshwright.program.run.bind.BoundProgram`: that of the update.
 
     Args:
         readies: the programs of each micro-batch.
         micros: the leaves of each.
     """
 
-    def __init__(self, readies: Sequence[Ready], micros: Sequence[Sequence[Any]]) -> None:
+    def __init__(self, readies: Sequence[CompiledVariant], micros: Sequence[Sequence[Any]]) -> None:
         first = readies[0]
         assert first.program.pipeline is not None
         self.readies, self.micros, self.flush = readies, micros, first.parts["flush"]
@@ -184,7 +184,7 @@ class _Run:
         while self.sent and self.sent[0].done():
             self.sent.popleft().wait()
 
-    def _gathered(self, bound: Bound, a: Action) -> dict[str, Tensor]:
+    def _gathered(self, bound: BoundProgram, a: Action) -> dict[str, Tensor]:
         """What was made of stored parameters, of what a part of this stage reads: made if it is not there."""
         wanted = [given.name for _, given, _ in bound.passed if given.kind == "gathered"]
         if not wanted:

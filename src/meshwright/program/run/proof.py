@@ -25,7 +25,7 @@ from ...ranks import runtime
 from ...ranks.generators import random_states, set_random_states
 from ..ir.nodes import value_of
 from ..ir.program import Program
-from .bind import BACKENDS, Bound, Carrier, Ready
+from .bind import BACKENDS, BoundProgram, CompiledVariant, StepState
 from .runner import Compiled
 from .sketches import Sketch, sketch
 from .watched import GRADIENT, LOSS, watched, written_inputs
@@ -84,14 +84,14 @@ class PlainRun:
     """A program that runs for what it shows, without its update; what it works on stays as it is."""
 
     def __init__(
-        self, program: Program, carrier: Carrier, how: tuple[Mapping[str, int], Any], unclipped: bool = False
+        self, program: Program, carrier: StepState, how: tuple[Mapping[str, int], Any], unclipped: bool = False
     ) -> None:
         self._sketches: dict[str, Sketch] = {}
         self._factor = 1.0
         self.loss: Tensor | None = None
         self.program = watched(program, self._show, seed=self._seed, unclipped=unclipped)
         self._code = Compiled(self.program)
-        self.bound = Bound(self.program, carrier, *how, compiled=(self._code, ()))
+        self.bound = BoundProgram(self.program, carrier, *how, compiled=(self._code, ()))
         self.places = written_inputs(self.program)
 
     def __call__(self, leaves: Sequence[Any], before: Before, factor: float = 1.0, seed: int | None = None) -> Sketches:
@@ -173,7 +173,7 @@ class Proof:
         where: the function that captured, for messages.
     """
 
-    ready: Ready
+    ready: CompiledVariant
     plain: Program
     prefixes: Sequence[tuple[str, Callable[[Program], Program]]]
     where: str
@@ -189,7 +189,7 @@ class Proof:
         """Whether nothing is left to compare."""
         return self.tries > 0 and (self.outcome.finite or self.tries >= TRIES)
 
-    def run(self, bound: Bound, leaves: Sequence[Any], call: Callable[[], Any]) -> Any:
+    def run(self, bound: BoundProgram, leaves: Sequence[Any], call: Callable[[], Any]) -> Any:
         """A call of the step that is compared.
 
         Args:

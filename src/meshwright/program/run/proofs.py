@@ -10,7 +10,7 @@ from ...passes import PassManager
 from ..capture.ledger import Asked
 from ..ir.program import Program
 from ..ir.subgraphs import copied
-from .bind import Bound, Ready
+from .bind import BoundProgram, CompiledVariant
 from .merged_proof import MergedProof
 from .proof import Check, Outcome, Proof
 from .whole_loss import Record
@@ -44,7 +44,7 @@ class Proofs:
         """A copy of a program before its passes; None where nothing is to be compared."""
         return copied(program) if self._compares else None
 
-    def begin(self, ready: Ready, plain: Program | None) -> None:
+    def begin(self, ready: CompiledVariant, plain: Program | None) -> None:
         """Compare the first call of these programs, where passes made them."""
         ran = [r.name for r in ready.program.passes[len(plain.passes) :]] if plain is not None else []
         if plain is None or not ran:
@@ -59,7 +59,7 @@ class Proofs:
         self._open[id(ready)] = Proof(ready, plain, prefixes, self.where)
 
     def call(
-        self, bound: Any, readies: Sequence[Ready], micros: Sequence[Sequence[Any]], cycle: tuple[int, int],
+        self, bound: Any, readies: Sequence[CompiledVariant], micros: Sequence[Sequence[Any]], cycle: tuple[int, int],
         run: Callable[[], Any],
     ) -> Any:  # fmt: skip
         """A call of the step, which is compared where it is its turn.
@@ -80,7 +80,7 @@ class Proofs:
             proof = None
         return run() if proof is None else proof.run(bound, micros[0], run)
 
-    def early(self, done: int, calls: int, flush: Callable[[], Bound]) -> None:
+    def early(self, done: int, calls: int, flush: Callable[[], BoundProgram]) -> None:
         """Compare what a flush would update with, after the first of the calls of an update; raises as :meth:`call`."""
         if self._merged is not None and done == 1 < calls:
             self._merged.early(flush)

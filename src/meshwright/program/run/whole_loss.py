@@ -17,7 +17,7 @@ from ...tensor import DistTensor
 from ..ir.inplace import storages
 from ..ir.nodes import draws, info_of, value_of
 from ..ir.program import Program
-from .bind import Carrier
+from .bind import StepState
 from .proof import WHAT, Before, PlainRun, uncounted
 from .watched import GRADIENT, points_of, written_inputs
 
@@ -57,7 +57,7 @@ def _sharded(spec: Spec | None) -> set[int]:
     return {p.dim for p in (() if spec is None else spec.layout.placements) if isinstance(p, Shard)}
 
 
-def whole_loss(record: Record, leaves: list[Any] | None, plain: Program, carrier: Carrier) -> float | None:
+def whole_loss(record: Record, leaves: list[Any] | None, plain: Program, carrier: StepState) -> float | None:
     """The loss of a batch; None where it is not the sum of losses of micro-batches, where no program can be made, or
     where that needs more memory than the step and one gradient.  All ranks call it together, and get the same.
 

@@ -10,7 +10,7 @@ from ...mesh import Mesh
 from ..ir.nodes import Value
 from ..ir.program import ONCE, Message, Staging
 from ..ir.schedules import Action
-from ..run.bind import Bound
+from ..run.bind import BoundProgram
 from . import helpers
 from .bundle import Bundle
 
@@ -27,7 +27,13 @@ class StageActions:
     """
 
     def __init__(
-        self, how: Staging, parts: Mapping[str, Bound], names: Mapping[str, str], bundle: Bundle, mesh: Mesh, rank: int
+        self,
+        how: Staging,
+        parts: Mapping[str, BoundProgram],
+        names: Mapping[str, str],
+        bundle: Bundle,
+        mesh: Mesh,
+        rank: int,
     ) -> None:
         self.how, self.parts, self.names, self.bundle, self.mesh, self.rank = how, parts, names, bundle, mesh, rank
         self.place = mesh.coordinate(rank)
@@ -145,7 +151,7 @@ class StageActions:
 
     def _value(self, m: Message) -> Value:
         for part in _READS.get(m.part, "BIW"):
-            bound: Bound | None = self.parts.get(self.how.name(part, m.dst))
+            bound: BoundProgram | None = self.parts.get(self.how.name(part, m.dst))
             for _, given, value in bound.passed if bound is not None else ():
                 if given.name == m.name:
                     return value

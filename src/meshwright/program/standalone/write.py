@@ -25,7 +25,7 @@ from ...resharding.planner import plan as plan_conversion
 from ..ir.nodes import checked_value, value_of
 from ..ir.program import PASSED, STEP, Program
 from ..ir.sizes import Size
-from ..run.bind import Bound, Ready, zeros
+from ..run.bind import BoundProgram, CompiledVariant, zeros
 from ..run.runner import makes
 from . import helpers
 from .bundle import Bundle
@@ -40,7 +40,7 @@ _LITERAL = re.compile(r"(?<![\w.])(?:-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|True|False)(?
 
 
 def to_python(
-    ready: Ready, path: str | PathLike[str], sections: Mapping[str, str], example: Any, done: int = 0
+    ready: CompiledVariant, path: str | PathLike[str], sections: Mapping[str, str], example: Any, done: int = 0
 ) -> Path:  # fmt: skip
     """Write the programs of a step. All ranks call it together; the first writes the file, each its tensors.
 
@@ -103,7 +103,7 @@ class _File:
         ProgramError: As of :func:`to_python`.
     """
 
-    def __init__(self, ready: Ready, sections: Mapping[str, str], example: Any, done: int) -> None:
+    def __init__(self, ready: CompiledVariant, sections: Mapping[str, str], example: Any, done: int) -> None:
         self.ready, self.mesh, self.done = ready, ready.program.mesh, done
         self._check(ready)
         self.bundle = Bundle()
@@ -119,7 +119,7 @@ class _File:
         self.groups: dict[str, str] = {}
         self.lists: dict[tuple[str, ...], str] = {}
         self.paths = [_accessor(keys) for keys, _ in pytree.tree_flatten_with_path(example)[0]]
-        self.functions: list[tuple[Bound, Function, list[str]]] = []
+        self.functions: list[tuple[BoundProgram, Function, list[str]]] = []
         prepared = []
         for bound in self.parts.values():
             odd = _odd(bound.program)
@@ -160,7 +160,7 @@ class _File:
             self.bodies[at] = (bound, kept, cuts, body, returned)
 
     @staticmethod
-    def _check(ready: Ready) -> None:
+    def _check(ready: CompiledVariant) -> None:
         program = ready.program
         why = ""
         if program.pipeline is not None and program.pipeline.draws:
@@ -181,7 +181,7 @@ class _File:
 
     # -- inputs -----------------------------------------------------------------------------------------
 
-    def _batch(self, bound: Bound, names: ValueNames) -> list[str]:
+    def _batch(self, bound: BoundProgram, names: ValueNames) -> list[str]:
         """The lines that cut the batch."""
         code, lines = dict(self._batch_code(bound)), []
         for i, (given, node) in enumerate(zip(bound.program.inputs, bound.program.placeholders, strict=True)):
@@ -194,7 +194,7 @@ class _File:
                     lines.append(f"    {names.of(node)} = {code[i]}")
         return lines
 
-    def _key(self, bound: Bound, i: int) -> str:
+    def _key(self, bound: BoundProgram, i: int) -> str:
         """Of a tensor of the state: its name; sums of other shapes of gradients have further words."""
         given = bound.program.inputs[i]
         if given.kind != "accumulator":
@@ -202,7 +202,7 @@ class _File:
         sums = bound.carrier.sums
         return f"{next(name for name, t in sums.items() if t is bound.inputs[i])}.sum"
 
-    def _keys(self, bound: Bound) -> dict[fx.Node, str]:
+    def _keys(self, bound: BoundProgram) -> dict[fx.Node, str]:
         """Node of an input to the key of its tensor."""
         nodes, inputs = bound.program.placeholders, bound.program.inputs
         return {n: self._key(bound, i) for i, n in enumerate(nodes) if inputs[i].kind not in ("batch", *PASSED)}
@@ -220,7 +220,7 @@ class _File:
                     made[self._key(bound, i)] = _alone(t)
         return made
 
-    def _batch_code(self, bound: Bound) -> Iterator[tuple[int, str]]:
+    def _batch_code(self, bound: BoundProgram) -> Iterator[tuple[int, str]]:
         made = []
         for i, leaf, spec, value in bound.batch:
             code = f"batch{self.paths[leaf]}"
@@ -296,7 +296,7 @@ class _File:
         yield from self._cycle()
         yield from self._start()
 
-    def _returned(self, bound: Bound, function: Function) -> Iterator[str]:
+    def _returned(self, bound: BoundProgram, function: Function) -> Iterator[str]:
         """The loss, reduced; other values as this rank has them; gradients into the state."""
         program, out = bound.program, []
         if self.how is not None and any(o.kind in ("held", "edge", "gathered", "reduced") for o in program.outputs):
@@ -369,7 +369,7 @@ class _File:
         yield from ["", "", 'if __name__ == "__main__":', "    main()"]
 
 
-def _sizes(bound: Bound) -> Iterator[Any]:
+def _sizes(bound: BoundProgram) -> Iterator[Any]:
     """The sizes of the batch's tensors, as the program has them."""
     for given, node in zip(bound.program.inputs, bound.program.placeholders, strict=True):
         if given.kind == "batch":

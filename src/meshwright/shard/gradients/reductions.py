@@ -12,8 +12,8 @@ from ...layout import NO_MARKS, Partial, Spec, marked, marks_of
 from ...local_tensor import get_grad, set_grad
 from ...mesh import Mesh
 from ...ranks import runtime
-from ...tensor import Coming, DistTensor, beside_slot, fits, held, hold, in_spec, wrap
-from ..parameters.host import Leaving
+from ...tensor import DistTensor, PendingGradient, beside_slot, fits, held, hold, in_spec, wrap
+from ..parameters.host import AsyncOffload
 from ..parameters.packing import Packing
 from ..parameters.stored import on_host
 
@@ -48,7 +48,7 @@ class _Seat:
 
     __slots__ = ("kept", "source")
 
-    def __init__(self, source: PendingReduction, kept: DistTensor | Coming | None) -> None:
+    def __init__(self, source: PendingReduction, kept: DistTensor | PendingGradient | None) -> None:
         self.source, self.kept = source, kept
 
     def finalize(self, p: DistTensor) -> None:
@@ -113,7 +113,7 @@ class Reduction(PendingReduction):
         pending: collective.Pending,
     ) -> None:
         self.views, self.pending = views, pending
-        self.leaving: list[Leaving] | None = None
+        self.leaving: list[AsyncOffload] | None = None
         self.hosted = on_host(params[0])
         super().__init__(params, specs)
 
@@ -123,7 +123,7 @@ class Reduction(PendingReduction):
             self.pending.wait()
             device = next(iter(self.specs.values()))[1].mesh.device
             specs = [spec for _, spec in self.specs.values()]
-            self.leaving = [Leaving(v.to(s.dtype), device) for v, s in zip(self.views, specs, strict=True)]
+            self.leaving = [AsyncOffload(v.to(s.dtype), device) for v, s in zip(self.views, specs, strict=True)]
 
     def arrived(self, k: int) -> Tensor:
         self.settle()
@@ -155,7 +155,7 @@ class Scattering(PendingReduction):
     ) -> None:
         mesh: Mesh = specs[0].mesh
         self.packing, self.chunks = packing, list[Tensor]()
-        self.leaving: Leaving | None = None
+        self.leaving: AsyncOffload | None = None
         self.to_host, self.dtype, self.device = on_host(params[0]), specs[0].dtype, mesh.device
         self.group = collective.group(mesh, axes)
         self.others = collective.group(mesh, others) if others else None
@@ -173,7 +173,7 @@ class Scattering(PendingReduction):
             with runtime.serving(self.cause):
                 collective.sum_async(row, self.others, self.wire).wait()
         if self.to_host:
-            self.leaving = Leaving(row.to(self.dtype), self.device)
+            self.leaving = AsyncOffload(row.to(self.dtype), self.device)
         else:
             self.chunks = self.packing.chunks(row, self.group.index)
 

@@ -34,7 +34,7 @@ from ...tensor import (
 )  # fmt: skip
 from ..gradients.sync import sync_of
 from ..parameters.stored import Axes
-from .blocks import Apart
+from .blocks import OpaqueStates
 from .collected import StateContents, same
 from .hyperparameters import is_fixed, numbers_of
 from .kinds import builtin, check_fused, counts_writes, reads_no_shapes, word_of
@@ -71,7 +71,7 @@ class OptimizerBinding:
         self.word = ""  # what a step takes together
         self.error: Exception | None = None  # that the running step has raised
         self.shadow: Shadow | None = None
-        self.apart = Apart()
+        self.apart = OpaqueStates()
         self.known: list[Any] = []  # all parameters; the same list as long as they are the same
         self.sizes: list[int] = []  # of the groups
         self.lies: dict[int, tuple[Spec, Spec]] = {}  # of a parameter and of its states

@@ -33,7 +33,7 @@ def opaque(value: Any) -> bool:
     return isinstance(value, Tensor) and value.__class__ not in _PLAIN
 
 
-def odd_state(entry: Mapping[str, Any], spec: Spec) -> str | None:
+def non_elementwise_state(entry: Mapping[str, Any], spec: Spec) -> str | None:
     """Of the states of a parameter, the name of one that has neither one value nor one per element, or None.
 
     Integers and float8 are no values: they are codes, which mean something by the scales beside them.  What is in
@@ -76,7 +76,7 @@ def _differing(said: Sequence[Mapping[int, Mapping[str, str]]]) -> dict[int, str
     return {i: k for i, k in keys if len({numbers.get(i, {}).get(k) for numbers in said} - {None}) > 1}
 
 
-class Apart:
+class OpaqueStates:
     """The parameters of one optimizer whose states are each rank's own."""
 
     def __init__(self) -> None:
@@ -93,7 +93,9 @@ class Apart:
             return
         every = [p for g in opt.param_groups for p in g["params"] if id(p) in lies and p in opt.state]
         split = {i: p for i, p in enumerate(every) if not lies[id(p)][1].layout.is_replicated()}
-        odd = {i: key for i, p in split.items() if (key := odd_state(opt.state[p], lies[id(p)][1])) is not None}
+        odd = {
+            i: key for i, p in split.items() if (key := non_elementwise_state(opt.state[p], lies[id(p)][1])) is not None
+        }
         told = [odd]
         new = [i for i, p in split.items() if id(p) not in self.judged]
         if new:
@@ -120,7 +122,7 @@ class Apart:
         """
         if builtin(opt):
             return False
-        key = odd_state(entry, spec)
+        key = non_elementwise_state(entry, spec)
         if spec.layout.is_replicated():
             return any(map(opaque, entry.values()))
         if key is None and id(p) not in self.found:
@@ -148,4 +150,4 @@ class Apart:
         )
 
 
-__all__ = ["Apart", "odd_state", "opaque"]
+__all__ = ["OpaqueStates", "non_elementwise_state", "opaque"]

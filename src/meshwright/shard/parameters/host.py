@@ -49,7 +49,7 @@ def check_place(p: Tensor) -> None:
         )
 
 
-class Lane:
+class CopyStream:
     """Inside, what is queued for a device runs beside what it computes: on CUDA on a stream of its own.
 
     It begins when all is done that the device was given before; so what it reads is there, and what it writes to is no
@@ -66,7 +66,7 @@ class Lane:
         self.inside: Any = None
         self.done: Any = None
 
-    def __enter__(self) -> Lane:
+    def __enter__(self) -> CopyStream:
         if self.cuda:
             self.side = _side(torch.cuda.current_device(), self.back)
             self.side.wait_stream(torch.cuda.current_stream())
@@ -101,12 +101,12 @@ def _side(device: int, back: bool) -> Any:
     return torch.cuda.Stream(device)
 
 
-class Leaving:
+class AsyncOffload:
     """A tensor on its way from the mesh's device to the host."""
 
     def __init__(self, t: Tensor, device: str) -> None:
         runtime.RT.counts.add_copy("to_host", t.nbytes)
-        self.lane, self.made = Lane(device, back=True), t
+        self.lane, self.made = CopyStream(device, back=True), t
         if t.device.type != HOST:
             self.made = torch.empty(t.shape, dtype=t.dtype, device=HOST, pin_memory=pins(device))
             with self.lane:
@@ -120,8 +120,8 @@ class Leaving:
 
 __all__ = [
     "HOST",
-    "Lane",
-    "Leaving",
+    "AsyncOffload",
+    "CopyStream",
     "check_device",
     "check_place",
     "in_host_memory",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ... import compat
-from ...dispatch import BRING, ONCE, Once, disabled, link
+from ...dispatch import CONVERT_WITH_GRAD_DTYPE, ONCE, CachedCast, disabled, link
 from ...local_tensor import bare, same_storage
 from ...ranks import runtime
 from ...resharding import executor
@@ -24,13 +24,13 @@ from ...tensor import OPEN, DistTensor, GradientHook, wrap
 from ..parameters.stored import home, on_host, reduce_dtype, seen_spec, stored
 from ..parameters.versions import aliased, state_of
 from .saved_tensors import Saver, may_save_references
-from .unit import Unit
-from .wholes import Whole, under_way
+from .unit import ParamGroup
+from .wholes import UnshardedParam, under_way
 
 Tensor = torch.Tensor
 
 
-def enter(unit: Unit, frame: FrameType | None) -> None:
+def enter(unit: ParamGroup, frame: FrameType | None) -> None:
     """A forward begins: gathered tensors stand in for the parameters.
 
     ``frame``: of the call of the module, which ends where the forward does; None where :func:`leave` is sure to be
@@ -46,7 +46,7 @@ def enter(unit: Unit, frame: FrameType | None) -> None:
     OPEN.scopes.append(found or Seen(unit, frame))
 
 
-def leave(unit: Unit) -> None:
+def leave(unit: ParamGroup) -> None:
     """The forward ends."""
     while OPEN.scopes:
         scope = OPEN.scopes.pop()
@@ -80,15 +80,15 @@ class Seen:
         saves: let autograd save references to the parameters of the unit.
     """
 
-    def __init__(self, unit: Unit, frame: FrameType | None, saves: bool = True) -> None:
+    def __init__(self, unit: ParamGroup, frame: FrameType | None, saves: bool = True) -> None:
         self.unit, self.frame = unit, frame
-        self.wholes: list[Whole] = []
+        self.wholes: list[UnshardedParam] = []
         self.aliased: list[bool] = []  # whether something else may have the memory of a parameter
         self.made: dict[bool, list[Tensor]] = {}  # by whether gradients are recorded
         self.node: Any = None  # of autograd, that gave the stand-ins which have a history
         self.saver: Saver | None = None
-        self.casts: dict[int, Once] = {}  # by autocast, of those that have a history
-        self.lent: dict[Unit, Seen] = {}  # of other units, whose parameters are used outside of their forward
+        self.casts: dict[int, CachedCast] = {}  # by autocast, of those that have a history
+        self.lent: dict[ParamGroup, Seen] = {}  # of other units, whose parameters are used outside of their forward
         if saves and unit.params and torch.is_grad_enabled() and may_save_references():
             self.saver = Saver(unit, self.keep, again=unit.spans and unit.zero.reshard_after_forward)
             self.saver.push()
@@ -134,7 +134,7 @@ class Seen:
         for whole in self.wholes:
             whole.keep()
 
-    def recorded(self, whole: Whole) -> bool:
+    def recorded(self, whole: UnshardedParam) -> bool:
         """Whether gradients are recorded of what was written to the stand-in of a parameter."""
         made = self.made.get(True)
         stand_in = None if made is None else made[self.unit.index[id(whole.p)]]
@@ -154,7 +154,7 @@ class Seen:
             whole = there.get(id(p))
             if whole is not None:
                 whole.renew(t, state, uncounted=held)
-            self.wholes.append(Whole(p, t, state) if whole is None else whole)
+            self.wholes.append(UnshardedParam(p, t, state) if whole is None else whole)
             self.wholes[-1].shown.add(self)
         if self.saver is not None:
             self.saver.note(self.wholes)
@@ -174,19 +174,19 @@ class Seen:
             spec = seen_spec(p, i in learning)
             wrap(t, spec)
             if i in learning and stored(p).dtypes:
-                t.__dict__[BRING] = _Bring(unit, p)
+                t.__dict__[CONVERT_WITH_GRAD_DTYPE] = _Bring(unit, p)
             if p.requires_grad and t.dtype is torch.float32:
                 t.__dict__[ONCE] = self._cast(i)
             if spec.undecided and i in learning:
                 link([p, t])
         return made
 
-    def _cast(self, i: int) -> Once:
+    def _cast(self, i: int) -> CachedCast:
         """The cast of a parameter, which is kept as that of a leaf is where it is gathered again."""
         if i not in self.casts:
             # What an alias may write to meanwhile is cast as it was, and not again from what it is in the backward.
             noted = None if self.saver is None or self.aliased[i] else partial(self.saver.note_cast, i)
-            self.casts[i] = Once(self.unit.zero.mesh.device, noted)
+            self.casts[i] = CachedCast(self.unit.zero.mesh.device, noted)
         return self.casts[i]
 
     def again(self, fn: Callable[[], Any]) -> Any:
@@ -210,7 +210,7 @@ class Seen:
 class _Bring:
     """Conversions of what stands in for a parameter: their backward is in the dtype that gradients are reduced in."""
 
-    unit: Unit
+    unit: ParamGroup
     p: DistTensor
 
     def __call__(self, t: Tensor, steps: ConversionPlan, value: Tensor | None) -> Tensor:
@@ -228,7 +228,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        unit: Unit,
+        unit: ParamGroup,
         params: list[DistTensor],
         wholes: list[Tensor],
         steps: tuple[ConversionStep, ...],
@@ -242,7 +242,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        unit: Unit = ctx.unit
+        unit: ParamGroup = ctx.unit
         backward = unit.zero.sync.backward()
         unit.free()
         nodes = [node for node, _ in ctx.next_functions if node is not None]

@@ -13,7 +13,7 @@ from ...dispatch import disabled
 from ...local_tensor import Sharing, bare, storage_of
 from ...tensor import DistTensor
 from ..parameters.versions import is_held, state_of
-from .wholes import Whole
+from .wholes import UnshardedParam
 
 Tensor = torch.Tensor
 
@@ -66,10 +66,10 @@ class Saver:
     def __init__(self, unit: Gathered, keep: Callable[[], None], *, again: bool) -> None:
         self.unit, self.keep, self.again = unit, keep, again
         self.at: dict[int, tuple[int, torch.dtype, Any]] = {}  # parameter, dtype; its state when it was cast
-        self.wholes: Sequence[Whole] = ()
+        self.wholes: Sequence[UnshardedParam] = ()
         self.casts: list[Tensor] = []  # their memory is not given to others
 
-    def note(self, wholes: Sequence[Whole]) -> None:
+    def note(self, wholes: Sequence[UnshardedParam]) -> None:
         """These were gathered."""
         # By storage and not by address: an empty shard has none, and its rank gathers when the others do all the same.
         of_casts = {s: a for s, a in self.at.items() if any(s == storage_of(c) for c in self.casts)}

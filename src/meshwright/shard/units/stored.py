@@ -24,14 +24,14 @@ from ..gradients.sync import GradSync
 from ..parameters.names import units_of
 from ..parameters.stored import Stored
 from .forward import enter, leave
-from .unit import Unit, Zero
+from .unit import FSDPState, ParamGroup
 
 Tensor = torch.Tensor
 
 
 @dataclass
 class _Enter:
-    unit: Unit
+    unit: ParamGroup
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         enter(self.unit, sys._getframe(1))
@@ -39,7 +39,7 @@ class _Enter:
 
 @dataclass
 class _Leave:
-    unit: Unit
+    unit: ParamGroup
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         leave(self.unit)
@@ -47,7 +47,7 @@ class _Leave:
 
 @dataclass
 class _Begin:
-    zero: Zero
+    zero: FSDPState
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         self.zero.begin_forward()
@@ -55,19 +55,19 @@ class _Begin:
 
 def install(
     model: nn.Module, mesh: Mesh, sync: GradSync, kept: Mapping[int, Stored], *, reshard_after_forward: bool = True
-) -> Zero:
+) -> FSDPState:
     """Have the stored parameters of a model copied, cast and gathered for its forwards.
 
     Args:
         kept: id of a parameter to its record.
         reshard_after_forward: gather again for the backward, instead of keeping what was gathered.
     """
-    zero, elsewhere = Zero(mesh, sync, reshard_after_forward), any(s.dtypes or s.device for s in kept.values())
+    zero, elsewhere = FSDPState(mesh, sync, reshard_after_forward), any(s.dtypes or s.device for s in kept.values())
     for module, members in units_of(model):
         places = [(m, k, p) for m in members for k, p in m._parameters.items() if id(p) in kept]
         if places or (module is model and elsewhere):
             spans = len(members) == sum(1 for _ in module.modules())
-            unit = Unit(zero, [(m, k, p, kept[id(p)]) for m, k, p in places], spans, whole=module is model)  # type: ignore[misc]
+            unit = ParamGroup(zero, [(m, k, p, kept[id(p)]) for m, k, p in places], spans, whole=module is model)  # type: ignore[misc]
             zero.units.append(unit)
             module.register_forward_pre_hook(_Enter(unit), prepend=True)  # other hooks may use parameters
             module.register_forward_hook(_Leave(unit), always_call=True)

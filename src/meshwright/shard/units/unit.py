@@ -28,7 +28,7 @@ from ..gradients.buckets import Bucket
 from ..gradients.reductions import PendingReduction, Reduction, Scattering, partial_axes
 from ..gradients.sync import GradSync
 from ..parameters.chain import Chain, chain
-from ..parameters.host import HOST, Lane, check_place
+from ..parameters.host import HOST, CopyStream, check_place
 from ..parameters.names import names_of
 from ..parameters.packing import Packing, split_dim, whole_over
 from ..parameters.precision import check_autocast
@@ -47,7 +47,7 @@ class PendingGather(NamedTuple):
     state: Any
     parts: list[Part]
     own: dict[int, Tensor]
-    lane: Lane
+    lane: CopyStream
 
     def wait(self) -> list[Tensor]:
         """What was gathered, which others than the lane may read from now on."""
@@ -61,12 +61,12 @@ class _Way(threading.local):
 
     def __init__(self) -> None:
         self.cursor = 0
-        self.seen: list[Unit] = []
-        self.ahead: dict[Unit, PendingGather] = {}  # gathers under way
-        self.wholes: dict[Unit, tuple[Any, list[Tensor]]] = {}  # what was gathered and kept, and of which state
+        self.seen: list[ParamGroup] = []
+        self.ahead: dict[ParamGroup, PendingGather] = {}  # gathers under way
+        self.wholes: dict[ParamGroup, tuple[Any, list[Tensor]]] = {}  # what was gathered and kept, and of which state
 
 
-class Zero:
+class FSDPState:
     """All units of a model and the order in which its forward uses them.
 
     Args:
@@ -76,8 +76,8 @@ class Zero:
 
     def __init__(self, mesh: Mesh, sync: GradSync, reshard_after_forward: bool) -> None:
         self.mesh, self.sync, self.reshard_after_forward = mesh, sync, reshard_after_forward
-        self.units: list[Unit] = []
-        self.order: list[Unit] = []  # of the first forward
+        self.units: list[ParamGroup] = []
+        self.order: list[ParamGroup] = []  # of the first forward
         self._start()
 
     def _start(self) -> None:
@@ -85,7 +85,7 @@ class Zero:
         self.packings: dict[Any, Packing] = {}
         # Id of a parameter that is stored on the host to the nodes of autograd that bring contributions to it.
         self.uses: dict[int, weakref.WeakSet[Any]] = {}
-        self.owners: dict[int, Unit] | None = None
+        self.owners: dict[int, ParamGroup] | None = None
         self.sync.reduce = self.reduce
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Zero:
         while way.ahead:  # nobody asked for them after all
             way.ahead.popitem()[1].wait()
 
-    def follow(self, unit: Unit) -> None:
+    def follow(self, unit: ParamGroup) -> None:
         """A unit's forward begins: start the gather of the one that followed it before."""
         way = self.way
         if not self.order:
@@ -122,7 +122,7 @@ class Zero:
         if way.cursor < len(self.order):
             self.order[way.cursor].start()
 
-    def before(self, unit: Unit) -> Unit | None:
+    def before(self, unit: ParamGroup) -> ParamGroup | None:
         """The unit whose parameters are gathered after those of ``unit`` in a backward: an embedding's are not."""
         place = self.order.index(unit) if unit in self.order else 0
         return next((u for u in reversed(self.order[:place]) if u.again), None)
@@ -131,7 +131,7 @@ class Zero:
         """What has the gathers of this thread, under way and made: the backward that runs in it, else its forwards."""
         return self.sync.backward() if in_backward() else self.way
 
-    def casting(self, p: Tensor) -> Unit | None:
+    def casting(self, p: Tensor) -> ParamGroup | None:
         """The unit of a parameter that ops see in another dtype or place, wherever in the model's forward they do."""
         if self.owners is None:
             self.owners = {id(p): u for u in self.units for p in u.params if stored(p).dtypes or on_host(p)}
@@ -201,7 +201,7 @@ class State(enum.Enum):
     SEEN = "seen"
 
 
-class Unit:
+class ParamGroup:
     """Modules whose parameters are cast and gathered together.
 
     Four verbs, which hooks of forwards and nodes of backwards call, and a schedule may call ahead of them::
@@ -221,7 +221,7 @@ class Unit:
     """
 
     def __init__(
-        self, zero: Zero, places: Sequence[tuple[nn.Module, str, DistTensor, Stored]], spans: bool, whole: bool
+        self, zero: FSDPState, places: Sequence[tuple[nn.Module, str, DistTensor, Stored]], spans: bool, whole: bool
     ) -> None:
         self.zero, self.spans, self.whole = zero, spans, whole
         self.places = [(module, name, how) for module, name, _, how in places]
@@ -293,7 +293,7 @@ class Unit:
         # That versions are counted; and no checkpoint takes what is gathered early for a part of its forward.
         with torch.inference_mode(False), torch.no_grad(), disabled(), compat.outside_modes():
             device, state = self.zero.mesh.device, self.versions()
-            with Lane(device if any(how.device for how in self.kept) else HOST) as lane:
+            with CopyStream(device if any(how.device for how in self.kept) else HOST) as lane:
                 ways = {id(p): chain(p._spec, stored(p)) for p in self.params}
                 near = {id(p): executor.ready(ways[id(p)].copy).run(bare(p)) for p in self.params}
                 parts = [self._send(members, ways[id(members[0])], near) for members in self._parts(ways)]
@@ -382,4 +382,4 @@ class Unit:
         return self.zero.reduce(self.params)
 
 
-__all__ = ["State", "Unit", "Zero", "in_backward"]
+__all__ = ["FSDPState", "ParamGroup", "State", "in_backward"]

@@ -23,12 +23,12 @@ _VIEWED = "a view of a leaf Variable that requires grad is being used in an in-p
 class Shows(Protocol):
     """What has stand-ins that look at wholes."""
 
-    def recorded(self, whole: Whole) -> bool:
+    def recorded(self, whole: UnshardedParam) -> bool:
         """Whether gradients are recorded of what was written to a stand-in of this."""
         ...
 
 
-class Whole:
+class UnshardedParam:
     """What ops of this thread see of a parameter, whoever of the forwards that are under way they belong to.
 
     What is stored may be written to, and so may this: where the one is ahead the other is made anew from it.  So all
@@ -87,13 +87,13 @@ class Whole:
                 self.seen.data.copy_(made)
 
 
-def under_way() -> dict[int, Whole]:
+def under_way() -> dict[int, UnshardedParam]:
     """By their ids, the parameters that forwards of this thread see, as the innermost does."""
-    found: dict[int, Whole] = {}
+    found: dict[int, UnshardedParam] = {}
     for scope in OPEN.scopes:
         for seen in (*scope.lent.values(), scope):
             found |= {id(w.p): w for w in seen.wholes}
     return found
 
 
-__all__ = ["Whole", "under_way"]
+__all__ = ["UnshardedParam", "under_way"]
