@@ -177,6 +177,7 @@ class PlanSearch:
                 impossible.append(error)
         if impossible and not made:
             raise impossible[0]
+        made += self.data_parallel()
         fits = [c.seconds for c in made if c.memory <= self.memory]
         made += self.piped(min(fits, default=math.inf))
         if not any(c.memory <= self.memory for c in made):
@@ -212,6 +213,22 @@ class PlanSearch:
         if other is not None and other.optimum.values != layouts.optimum.values:
             yield from (self.estimate(other, storage) for storage in self.storages(other))
             layouts = layouts if longer else other
+        yield from self.hybrid(layouts)
+
+    def data_parallel(self) -> Iterator[Candidate]:
+        """Rows over all ranks and parameters replicated, which guesses of what is hidden may have left out."""
+        if self.mesh is not None or self.fix:
+            return
+        space = self._space((self.devices,), 0.0)
+        pinned = _batch_split(space) | {v.variable: [0] for v in space.values.values() if v.kind == "param"}
+        with self.timed("solve"):
+            found = Layouts(space, solve(space.problem_of(_SHOWN).pinned(pinned)), shown=_SHOWN)
+        if _useful(found):
+            yield from (self.estimate(found, storage) for storage in self.storages(found))
+            yield from self.hybrid(found)
+
+    def hybrid(self, layouts: Layouts) -> Iterator[Candidate]:
+        """Parameters that are sharded within nodes."""
         for inner in self.hybrids(layouts):
             made = layouts.hybrid(inner)
             for recompute in (False, True) if self.repeats.runs else (False,):
