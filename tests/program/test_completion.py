@@ -276,3 +276,23 @@ def test_a_pattern_for_weights_leaves_counters_alone() -> None:
     named = {"1.num_batches_tracked": {"tp": S(0)}}
     with pytest.raises(LayoutError, match="nothing to split"):
         build(net(), squares, None, x, mesh, Plan(named))
+
+
+def test_a_glob_of_all_names_meets_no_checks_under_autocast() -> None:
+    """Casts check dtypes: calls without a value."""
+    mesh = mw.Mesh({"dp": 2})
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x).float().square().mean()
+
+    def run() -> float:
+        torch.manual_seed(0)
+        model, x = nn.Linear(6, 4), torch.ones(4, 6)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = mw.compile_step(model, loss, optimizer, x, mesh=mesh, layouts={"*": {}}, batch={"dp": mw.Shard(0)})
+        return float(step(x))
+
+    torch.manual_seed(0)
+    alone = float(loss(nn.Linear(6, 4), torch.ones(4, 6)))
+    assert mw.simulate(run, mesh) == pytest.approx([alone] * 2, rel=1e-3)

@@ -381,7 +381,8 @@ def _constraints(
             as_kept = plan.fsdp is None and plan.stages is None
             layout = t.spec.layout if as_kept else whole_over(t.spec, stored(t).axes)
             constraints[by_name[name]] = carried[by_name[name]] = layout
-    names = [*by_name, *(n.name for n in captured.graph.nodes if n.op == "call_function")]
+    values = (n for n in captured.graph.nodes if n.op == "call_function" and n.meta.get("val") is not None)
+    names = [*by_name, *(n.name for n in values)]  # but of checks, as of dtypes under autocast
     what = "parameter, buffer, batch tensor or value of the program"
     modules = dict(model.named_modules(remove_duplicate=False))
     numbers = {s.node for s in captured.sources if not s.fake.ndim}
