@@ -415,14 +415,14 @@ def constrain(x: Tensor, placements: Placements) -> Tensor:
 
 
 @contextmanager
-def strategies(requested_strategy: Mapping[str, Mapping[str, str]]) -> Iterator[None]:
+def strategies(choices: Mapping[str, Mapping[str, str]]) -> Iterator[None]:
     """Choose the algorithm of ops that have several. Other ops use the one that sends fewest bytes.
 
     A change drops all cached plans: use it once around training, not around each step. A choice that no call inside
     could use warns at the end.
 
     Args:
-        wished: Op to axis to strategy, `{"scaled_dot_product_attention": {"cp": "heads"}}` or `"gather"`. With
+        choices: Op to axis to strategy, `{"scaled_dot_product_attention": {"cp": "heads"}}` or `"gather"`. With
             `"gather:max_bytes=1000000"`, attention runs in groups of heads that receive at most so many bytes each.
 
     Raises:
@@ -442,18 +442,16 @@ def strategies(requested_strategy: Mapping[str, Mapping[str, str]]) -> Iterator[
         assert mw.simulate(attend, mesh)[0] == (mw.Shard(2),)
         ```
     """
-    checked_strategies(requested_strategy)
+    checked_strategies(choices)
     rt = runtime.RT
-    if rt.strategies == requested_strategy:  # nothing is planned anew
+    if rt.strategies == choices:  # nothing is planned anew
         yield
         return
     before, rt.met = rt.met, set()
     try:
-        with runtime.preferring(requested_strategy):
+        with runtime.preferring(choices):
             yield
-        for op, axis, name in [
-            (op, axis, name) for op, axes in requested_strategy.items() for axis, name in axes.items()
-        ]:
+        for op, axis, name in [(op, axis, name) for op, axes in choices.items() for axis, name in axes.items()]:
             if (op, axis) not in rt.met:
                 warnings.warn(
                     f"strategies: no {op} inside had {APPLIES_TO[op]} split over {axis!r}, so none took {name!r}: lay "

@@ -68,6 +68,7 @@ class OptimizerBinding:
         self.by, self.reshards = by, reshards
         self.shard_states, self.offload_states = shard_states, offload_states
         self.chunks: Chunks | None = None
+        self.wholes: Wholes | None = None  # these, where a step takes parameters whole
         self.word = ""  # what a step takes together
         self.error: Exception | None = None  # that the running step has raised
         self.shadow: Shadow | None = None
@@ -105,6 +106,7 @@ class OptimizerBinding:
         self.word = self.word or word_of(opt, every, self.by)
         if self.chunks is None:
             self.chunks = self._chunks(opt, every)
+            self.wholes = self.chunks if isinstance(self.chunks, Wholes) else None
         if self.chunks is not None:
             self.chunks.add(every)
         self.known, self.sizes, self.every = known, sizes, every
@@ -132,11 +134,6 @@ class OptimizerBinding:
     def _moved(self) -> bool:
         """Whether parameters are sharded now that were whole on each rank."""
         return self.word == "model" and self.chunks is None and not all(map(_is_whole, self.every))
-
-    @property
-    def wholes(self) -> Wholes | None:
-        """What stands in for parameters where a step takes them whole."""
-        return self.chunks if isinstance(self.chunks, Wholes) else None
 
     def tell(self, opt: Optimizer) -> None:
         """Note what the parameters are updated with: ranks compare it after their next backward."""
