@@ -354,3 +354,38 @@ def test_a_class_that_sends_itself() -> None:
             return super().update(p, g, state, group)
 
     assert refuted(Muon(net().parameters()), "parameter") == "calls torch.distributed itself"
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("options", [{}, {"fsdp": "dp"}], ids=["whole", "stored in parts"])
+def test_states_that_a_constructor_made_on_the_meta_device(captured: bool, options: Any) -> None:
+    """Adagrad's sums exist before its first step, and had no values."""
+    mesh = mw.Mesh({"dp": 2})
+
+    def stepped(device: str, mesh: mw.Mesh | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = torch.nn.Linear(6, 5, dtype=torch.float64)
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.3)
+        x = torch.ones(4, 6, dtype=torch.float64)
+
+        def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return model(x).square().mean()
+
+        if captured and mesh is not None:
+            batch: Any = {"dp": mw.Shard(0)}
+            step = mw.compile_step(model, loss, optimizer, x, mesh=mesh, batch=batch, **options)
+            for _ in range(3):
+                step(x)
+        else:
+            if mesh is not None:
+                mw.shard_module(model, mesh, {"weight": {"dp": mw.Replicate()}}, **options)
+                mw.shard_optimizer(optimizer)
+            for _ in range(3):
+                loss(model, x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [mw.unshard(p).detach().clone() if mesh is not None else p.detach() for p in model.parameters()]
+
+    for made in mw.simulate(lambda: stepped("meta", mesh), mesh):
+        torch.testing.assert_close(made, stepped("cpu", None), rtol=1e-12, atol=0)

@@ -37,7 +37,7 @@ from ..parameters.stored import Axes
 from .blocks import OpaqueStates
 from .collected import StateContents, same
 from .hyperparameters import is_fixed, numbers_of
-from .kinds import builtin, check_fused, counts_writes, reads_no_shapes, word_of
+from .kinds import builtin, check_fused, counts_writes, fill_meta_states, reads_no_shapes, word_of
 from .owners import Wholes
 from .shadow import Shadow
 from .states import Chunks, check_state, held_state, own_spec, unfit
@@ -103,6 +103,7 @@ class OptimizerBinding:
         if sizes == self.sizes and same(known, self.known) and not self._moved():
             return
         every = [p for p in known if isinstance(p, DistTensor)]
+        fill_meta_states(opt)
         self.word = self.word or word_of(opt, every, self.by)
         if self.chunks is None:
             self.chunks = self._chunks(opt, every)

@@ -179,12 +179,38 @@ def _torchs(f: Any) -> bool:
     return where.partition(".")[0] in ("torch", __name__.partition(".")[0])
 
 
+def fill_meta_states(opt: Optimizer) -> None:
+    """States that a constructor gave to parameters on the meta device, as Adagrad's does, are created anew.
+
+    Raises:
+        ShardError: of a class whose constructor may need more than its defaults.
+    """
+    empty = [p for p, entry in opt.state.items() if isinstance(entry, dict) and any(map(_is_meta, entry.values()))]
+    empty = [p for p in empty if not p.is_meta]
+    if not empty:
+        return
+    if not builtin(opt):
+        raise ShardError(
+            f"{type(opt).__name__} gave states to parameters that were on the meta device, which have no values: "
+            "create it after mw.shard_module"
+        )
+    groups = [{**group, "params": list(group["params"])} for group in opt.param_groups]
+    anew = type(opt)(groups, **opt.defaults)
+    for p in empty:
+        opt.state[p] = anew.state[p]
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
 __all__ = [
     "ELEMENTWISE",
     "WORDS",
     "builtin",
     "check_fused",
     "counts_writes",
+    "fill_meta_states",
     "forgets",
     "hooks_of",
     "own_work",
