@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -233,3 +234,43 @@ def test_what_users_do_between_steps() -> None:
     found, params = mw.simulate(lambda: train(mesh), mesh)[0]
     assert found == pytest.approx(losses, rel=1e-14)
     assert max((params[n] - wanted[n]).abs().max().item() for n in wanted) < 1e-14
+
+
+class TwoWeightsAdded(nn.Linear):
+    """One gradient is that of two parameters, and one reduction serves both."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 4)
+        self.delta = nn.Parameter(torch.zeros(4, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x.tanh(), self.weight + self.delta, self.bias)
+
+
+def test_parameters_that_share_a_gradient() -> None:
+    def stepped(mesh: mw.Mesh | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(6, 6), TwoWeightsAdded())
+        model, x = nn.Sequential(OrderedDict(layers=layers)).double(), torch.randn(4, 6, dtype=torch.float64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+        def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return model(x).square().mean()
+
+        if mesh is None:
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss(model, x).backward()
+                optimizer.step()
+            return [p.detach() for p in model.parameters()]
+        step = mw.compile_step(
+            model, loss, optimizer, x, mesh=mesh, batch={"dp": mw.Shard(0)}, fsdp="dp", stages={"pp": "layers"},
+            passes=["pipeline:micro_batches=2"],
+        )  # fmt: skip
+        for _ in range(2):
+            step(x)
+        return [mw.unshard(p).detach() for p in model.parameters()]
+
+    mesh = mw.Mesh({"pp": 2, "dp": 2})
+    for made in mw.simulate(lambda: stepped(mesh), mesh):
+        torch.testing.assert_close(made, stepped(None))

@@ -396,6 +396,8 @@ def _without(flush: Program, made: StageSums, here: Sequence[int]) -> Program:
         with graph.inserting_after(flush.placeholders[-1]):
             place = graph.placeholder(f"reduced_{name.replace('.', '_')}")
         annotate(place, role="input", value=checked_value(end))
+        if len(info_of(end).grad_of) > 1:  # of parameters that are added, say: one reduction serves them
+            annotate(place, grad_of=info_of(end).grad_of)
         given[place] = Input(name, "reduced" if made.nodes[end] in here else "accumulator", owner=name)
         end.replace_all_uses_with(place)
     _copied(graph, {n for n, i in given.items() if i.kind == "accumulator"})
