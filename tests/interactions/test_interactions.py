@@ -124,3 +124,17 @@ def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pairs_find_what_was_wrong_once(defect: str) -> None:
     found = first_found(defect, PAIRS)
     assert found is not None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"mode": "pipeline", "block": "tied", "layouts": "Partial"},
+        {"mode": "pipeline", "block": "tied", "layouts": "Partial", "mesh": "cp=2", "storage": "offload"},
+        {"mode": "pipeline", "head": "two weights added", "storage": "fsdp"},
+        {"mode": "captured", "update": "Adagrad", "initial": "meta"},
+    ],
+    ids=lambda values: ", ".join(values.values()),
+)
+def test_what_meetings_of_three_found(values: dict[str, str]) -> None:
+    assert judge(case(**values)) == Verdict("equal")

@@ -54,6 +54,7 @@ def contributions(program: Program, whole_sums: bool) -> Contributions:
         home = homes.get(info_of(node).grad_of[0][0])
         if home is None:
             continue
+        node = _cut_behind(node)
         behind, root = _joined(unsent(node, whole_sums), whole_sums)
         terms = list(_terms(root))
         of: dict[int, list[fx.Node]] = {}
@@ -77,6 +78,37 @@ def contributions(program: Program, whole_sums: bool) -> Contributions:
             _erase(one)
         made[unsent(node if info_of(node).grad_of else total, whole_sums)] = each
     return made
+
+
+def _cut_behind(node: fx.Node) -> fx.Node:
+    """Let terms of a sum be cut to what a stage has behind it, not each before: other stages have nothing of theirs."""
+    cuts, way = list[fx.Node](), list[fx.Node]()
+    for term in _terms(node):
+        way.append(term)
+        while term.target is aten.clone.default and len(term.users) == 1:
+            (term,) = term.all_input_nodes
+            way.append(term)
+        if term.target is not aten.slice.Tensor or len(term.users) > 1:
+            return node
+        cuts.append(term)
+    if len(cuts) < 2 or len({c.args[1:] for c in cuts}) > 1 or any(not _like(c, cuts[0]) for c in cuts):
+        return node
+    whole = [c.all_input_nodes[0] for c in cuts]
+    if any(not _like(x, whole[0]) for x in whole):
+        return node
+    info = info_of(node)
+    stages = [s for x in whole if (s := info_of(x).stage) is not None]
+    total = _added(whole, min(stages, default=0))
+    annotate(total, stage=info_of(node).stage)
+    cut = _again(cuts[0], total, 0)
+    annotate(cut, stage=info.stage, grad_of=info.grad_of, gradient_at=info.gradient_at)
+    read_instead(list(node.users), {node: cut})
+    annotate(node, grad_of=())
+    _erase(node)
+    for one in way:  # each behind what reads it
+        if not one._erased and not one.users:
+            node.graph.erase_node(one)
+    return cut
 
 
 def accumulate_by_stage(program: Program) -> None:
