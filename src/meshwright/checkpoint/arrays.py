@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..layout.pieces import Box
+from ..layout.pieces import Box, inside
 from ..untrusted_files import making_sense, open_regular
 
 Tensor = torch.Tensor
@@ -135,13 +135,6 @@ def slabs(
             yield part, dim, at + a * below[dim]
 
 
-def inside(t: Tensor, part: Box, box: Box) -> Tensor:
-    """The part of a tensor that covers a box."""
-    for d, ((a, b), (start, _)) in enumerate(zip(part, box, strict=True)):
-        t = t.narrow(d, a - start, b - a)
-    return t
-
-
 def read_box(shape: tuple[int, ...], dtype: torch.dtype, box: Box, into: Tensor, fetch: Fetch) -> None:
     """Fill a tensor with a part of an array, straight where it lies alike, and by a little memory where not."""
     if not shape:
@@ -210,6 +203,6 @@ def digest_of(files: Iterable[OpenFile]) -> str:
 
 
 __all__ = [
-    "DTYPES", "NAMES", "STRETCH", "OpenFile", "StoredArray", "arrays_of", "bytes_of", "digest_of", "inside",
+    "DTYPES", "NAMES", "STRETCH", "OpenFile", "StoredArray", "arrays_of", "bytes_of", "digest_of",
     "read_box", "slabs",
 ]  # fmt: skip

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..layout.pieces import Box, common, nothing
+from ..layout.pieces import Box, common, inside, nothing
 from ..untrusted_files import making_sense, plain_name
-from .arrays import OpenFile, StoredArray, inside
+from .arrays import OpenFile, StoredArray
 from .sources import ArrayFiles
 
 Tensor = torch.Tensor

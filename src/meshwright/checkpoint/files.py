@@ -17,9 +17,9 @@ import torch
 from xxhash import xxh3_64_intdigest as digest  # ten times as fast as zlib's CRC32: a load is not kept by it
 
 from ..errors import CheckpointError
-from ..layout.pieces import Box
+from ..layout.pieces import Box, inside
 from ..untrusted_files import making_sense
-from .arrays import DTYPES, NAMES, STRETCH, OpenFile, bytes_of, inside, read_box, slabs
+from .arrays import DTYPES, NAMES, STRETCH, OpenFile, bytes_of, read_box, slabs
 
 Tensor = torch.Tensor
 

@@ -17,7 +17,7 @@ import torch.nn as nn
 from ..dispatch import disabled
 from ..errors import CheckpointError, takes
 from ..layout import Shard, Spec
-from ..layout.pieces import SMALL, Box, own_piece, stretches
+from ..layout.pieces import SMALL, Box, inside, own_piece, stretches
 from ..local_tensor import bare
 from ..mesh import Mesh
 from ..ranks import runtime
@@ -25,7 +25,7 @@ from ..resharding import executor
 from ..resharding.planner import plan as plan_conversion
 from ..tensor import DistTensor
 from . import files
-from .arrays import NAMES, STRETCH, bytes_of, inside, slabs
+from .arrays import NAMES, STRETCH, bytes_of, slabs
 from .contents import Roles, configurations, model_tensors, stored_spec
 from .coordination import attempt, from_first, mesh_of, prepared
 from .files import NewFiles, header_of

@@ -16,7 +16,7 @@ import torch
 from ..dispatch import disabled
 from ..errors import CheckpointError, MeshwrightError
 from ..layout import Spec
-from ..layout.pieces import FEW, Box, common, overlapping, read_spec, stretches
+from ..layout.pieces import FEW, Box, common, inside, overlapping, read_spec, stretches
 from ..mesh import Mesh
 from ..ranks import runtime
 from ..resharding import executor
@@ -245,9 +245,7 @@ class Reader:
         value = torch.view_as_real(value) if pair > 1 else value
         for rank, piece in overlapping(stored, box, self.manifest.turns[name]):
             wanted = common(piece, box)
-            part = value
-            for d, ((a, b), (start, _)) in enumerate(zip(wanted, box, strict=True)):
-                part = part.narrow(d, a - start, b - a)
+            part = inside(value, wanted, box)
             self._file(rank, name).read_part(name, wanted if pair == 1 else (*wanted, (0, 2)), part)
 
     def _file(self, rank: int, name: str) -> TensorFile:

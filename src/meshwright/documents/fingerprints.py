@@ -92,7 +92,7 @@ class _Reader:
         """Its code, what it closes over, and the globals of those names that its code has."""
         cells = [cell.cell_contents for cell in fn.__closure__ or ()]
         self._all(fn.__code__, fn.__defaults__, fn.__kwdefaults__, cells)
-        for name in sorted(_names(fn.__code__)):
+        for name in sorted(names_read(fn.__code__)):
             if name in fn.__globals__:
                 self.read(fn.__globals__[name])
 
@@ -147,9 +147,10 @@ def _library(value: Any) -> str:
     return f"{top} {getattr(sys.modules.get(top), '__version__', sys.version)}"
 
 
-def _names(code: types.CodeType) -> set[str]:
-    inner = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+def names_read(code: types.CodeType) -> set[str]:
+    """The globals and attributes that a function may read, those of functions inside of it included."""
+    inner = [names_read(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return set(code.co_names).union(*inner)
 
 
-__all__ = ["fingerprint"]
+__all__ = ["fingerprint", "names_read"]

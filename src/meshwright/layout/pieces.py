@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from torch import Tensor
+
 from . import At, Replicate, Shard, Spec, chunk_bounds
 
 Box = tuple[tuple[int, int], ...]  # per dim the first and last + 1 global index
@@ -134,6 +136,13 @@ def common(box: Box, other: Box) -> Box:
     return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
 
 
+def inside(t: Tensor, part: Box, box: Box) -> Tensor:
+    """The part of a tensor, which covers ``box``, that covers ``part``."""
+    for d, ((a, b), (start, _)) in enumerate(zip(part, box, strict=True)):
+        t = t.narrow(d, a - start, b - a)
+    return t
+
+
 def difference(box: Box, other: Box) -> Iterator[Box]:
     """The parts of a box that are not in another one: at most two for each dim, without elements in common."""
     shared = common(box, other)
@@ -190,6 +199,6 @@ def _edges(spec: Spec, dim: int) -> frozenset[int]:
 
 
 __all__ = [
-    "FEW", "SMALL", "Box", "Piece", "common", "difference", "nothing", "overlapping", "own_piece", "read_spec",
-    "replica", "stretches",
+    "FEW", "SMALL", "Box", "Piece", "common", "difference", "inside", "nothing", "overlapping", "own_piece",
+    "read_spec", "replica", "stretches",
 ]  # fmt: skip

@@ -97,9 +97,8 @@ def _cut_behind(node: fx.Node) -> fx.Node:
     if any(not _like(x, whole[0]) for x in whole):
         return node
     info = info_of(node)
-    stages = [s for x in whole if (s := info_of(x).stage) is not None]
-    total = _added(whole, min(stages, default=0))
-    annotate(total, stage=info_of(node).stage)
+    total = _added(whole, 0)
+    annotate(total, stage=info.stage)
     cut = _again(cuts[0], total, 0)
     annotate(cut, stage=info.stage, grad_of=info.grad_of, gradient_at=info.gradient_at)
     read_instead(list(node.users), {node: cut})

@@ -16,7 +16,7 @@ import torch
 
 from .. import collective
 from ..layout import At, Replicate, Spec
-from ..layout.pieces import Box, common, difference, nothing, overlapping, own_piece
+from ..layout.pieces import Box, common, difference, inside, nothing, overlapping, own_piece
 from ..mesh import Mesh
 
 Tensor = torch.Tensor
@@ -200,9 +200,7 @@ def run_moves(
     def part_of(tensors: Sequence[Tensor | None], part: TensorPart, spec: Spec) -> Tensor:
         t = tensors[part.number]
         assert t is not None
-        for d, ((a, b), (start, _)) in enumerate(zip(part.box, _box(spec, rank), strict=True)):
-            t = t.narrow(d, a - start, b - a)
-        return t
+        return inside(t, part.box, _box(spec, rank))
 
     for part in moves.kept:
         source, target, _ = transfers[part.number]

@@ -36,7 +36,12 @@ def forget_single_documents(graph: fx.Graph) -> None:
         node.target, node.args = WITHOUT, (query, key, value, None, dropout, causal)
         grouped = query.meta["val"].shape[-3] != key.meta["val"].shape[-3]
         node.kwargs = {"scale": scale, "enable_gqa": grouped}
-    for node in reversed(list(graph.nodes)):  # what made the ids
+    erase_unread(graph, made)
+
+
+def erase_unread(graph: fx.Graph, made: dict[fx.Node, Any]) -> None:
+    """Remove nodes that follow from numbers alone, and that nobody reads any more."""
+    for node in reversed(list(graph.nodes)):
         if made.get(node) is not None and not node.users:
             graph.erase_node(node)
 

@@ -20,6 +20,7 @@ import torch.nn as nn
 
 from ... import compat
 from ...compat import FakeTensor
+from ...documents.fingerprints import names_read
 from ...errors import CaptureError
 from ...ranks import runtime
 from .fakes import replaced
@@ -110,7 +111,7 @@ def _inside(held: Any) -> Iterator[tuple[Any, Any, Any]]:
         for cell in held.__closure__ or ():
             with contextlib.suppress(ValueError):  # not yet assigned
                 yield cell, None, cell.cell_contents
-        for name in sorted(_names(held.__code__)):
+        for name in sorted(names_read(held.__code__)):
             if name in held.__globals__:
                 yield held.__globals__, name, held.__globals__[name]
         yield from ((None, 0, v) for v in (held.__defaults__, held.__kwdefaults__) if v)
@@ -151,11 +152,6 @@ def _slots(of: type) -> list[str]:
     return [n for names in listed for n in ([names] if isinstance(names, str) else names) if n[:2] != "__"]
 
 
-def _names(code: types.CodeType) -> set[str]:
-    """The globals that a function may read, those of functions inside of it included."""
-    return set(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, types.CodeType)))
-
-
 def numbers(roots: Iterable[Any]) -> tuple[tuple[str, str], ...]:
     """The numbers and words that the functions and modules of a step may read, by name, in one order."""
     found, seen, stack = [], set[int](), list(roots)
@@ -168,7 +164,7 @@ def numbers(roots: Iterable[Any]) -> tuple[tuple[str, str], ...]:
             continue
         inside = [(key, value) for _, key, value in _inside(held)]
         if isinstance(held, types.FunctionType):  # config.limit, Config.limit
-            named = _names(held.__code__)
+            named = names_read(held.__code__)
             for value in [v for _, v in inside if isinstance(v, (types.ModuleType, type))]:
                 inside += [(n, vars(value)[n]) for n in sorted(named & vars(value).keys())]
         for key, value in inside:

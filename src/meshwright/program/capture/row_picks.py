@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .constant_documents import value_from_numbers
+from .constant_documents import erase_unread, value_from_numbers
 from .out_arguments import called
 
 aten = torch.ops.aten
@@ -31,9 +31,7 @@ def pick_within_rows(graph: fx.Graph) -> None:
         if picked is not None:
             node.replace_all_uses_with(picked)
             graph.erase_node(node)
-    for node in reversed(list(graph.nodes)):  # the numbers of the rows
-        if made.get(node) is not None and not node.users:
-            graph.erase_node(node)
+    erase_unread(graph, made)
 
 
 def _replaced(like: fx.Node, x: fx.Node, indices: list[fx.Node], made: dict[fx.Node, Any]) -> fx.Node | None:
