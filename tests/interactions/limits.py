@@ -207,18 +207,7 @@ REFUSED = [
     ),
 ]
 # Classes that are being mended: values of a finding, and which.  Empty when they are.
-KNOWN: list[Apart] = [
-    Apart(
-        {
-            "rows": "none on some",
-            "context": "shard_checkpoint_inputs",
-            "precision": "autocast",
-            "layouts": "columns and rows",
-            "positions": "expanded",
-        },
-        "loud: a rank without rows, run again under autocast, saves other tensors than its first run",
-    ),
-]
+KNOWN: list[Apart] = []
 
 
 def meets(made: Case, when: Values) -> bool:

@@ -297,3 +297,45 @@ def test_an_input_that_is_given_twice_and_that_nobody_holds(how: str, view: str)
     want, mesh = grads(None), mw.Mesh({"tp": 2})
     for found in mw.simulate(lambda: grads(mesh), mesh):
         torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("value", [True, False], ids=["computed", "a leaf"])
+@pytest.mark.parametrize("axes", [{"tp": 1}, {"tp": 2}], ids=str)
+def test_autocast_keeps_casts_of_leaves_alone(axes: dict[str, int], value: bool) -> None:
+    """The second run casts as the first: an input that was computed is no leaf there."""
+    mesh, x = mw.Mesh(axes), torch.rand(2, 4, 6)
+
+    def train() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        block = mw.shard_module(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), mesh, {})
+        inputs = mw.shard_tensor(x, mesh, {}).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16), mw.shard_checkpoint_inputs({"tp": mw.Shard(1)}):
+            out = again(block, inputs.sin() if value else inputs)
+        out.float().sum().backward()
+        return [mw.unshard(t.grad) for t in (inputs, *block.parameters())]
+
+    torch.manual_seed(0)
+    block, inputs = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = again(block, inputs.sin() if value else inputs)
+    out.float().sum().backward()
+    for got in mw.simulate(train, mesh):
+        for a, b in zip(got, (inputs.grad, *(p.grad for p in block.parameters())), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)
+
+
+def test_a_computed_input_may_be_written_to() -> None:
+    mesh, x = mw.Mesh({"tp": 2}), torch.rand(3, 4, dtype=torch.float64)
+
+    def train() -> torch.Tensor:
+        inputs = mw.shard_tensor(x, mesh, {}).requires_grad_()
+        with mw.shard_checkpoint_inputs({"tp": mw.Shard(0)}):
+            out = again(lambda h: h.mul_(2).sin(), inputs * 3)
+        out.sum().backward()
+        assert inputs.grad is not None
+        return mw.unshard(inputs.grad)
+
+    inputs = x.clone().requires_grad_()
+    (inputs * 6).sin().sum().backward()
+    for got in mw.simulate(train, mesh):
+        torch.testing.assert_close(got, inputs.grad)

@@ -111,19 +111,41 @@ class _Types:
 
 @dataclass(frozen=True)
 class _Split:
-    """How an input lay that is kept in part; ``strides``: in this rank's memory, by which ops choose what they save."""
+    """How an input lay that is kept in part.
+
+    Attributes:
+        leaf: whether it was one: autocast keeps the casts of leaves alone, and so chooses what the second run saves.
+        strides: in this rank's memory, by which ops choose what they save.
+    """
 
     types: _Types
     part: Spec
     requires_grad: bool
+    leaf: bool
     strides: tuple[int, ...]
 
     def joined(self, part: Tensor) -> Tensor:
-        """The input again: a leaf with its values."""
+        """The input again, with its values, and without its past."""
         plan = planner.plan(self.part, plain(self.types.spec))
         with torch.no_grad(), disabled(), record.asked("shard_checkpoint_inputs", plan, REASON):
             made = _laid_out(executor.apply(plan.steps, bare(part)), self.strides)
+        if self.requires_grad and not self.leaf:
+            with torch.enable_grad():
+                made = _Computed.apply(made.data, torch.empty(0, requires_grad=True))  # data: no view of another
         return wrap(made, self.types.told()).requires_grad_(self.requires_grad)
+
+
+class _Computed(torch.autograd.Function):
+    """The same tensor as a result of autograd, which is differentiated no further."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, anchor: Tensor) -> Tensor:
+        ctx.mark_dirty(t)
+        return t
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:  # type: ignore[override]
+        return None, None
 
 
 class KeptInputs:
@@ -177,7 +199,7 @@ class KeptInputs:
         plan = planner.plan(plain(t._spec), part)  # type: ignore[attr-defined]
         with torch.no_grad(), disabled():
             made = executor.apply(plan.steps, bare(t)).clone(memory_format=torch.contiguous_format)
-        self._split[place] = _Split(_Types(t), part, t.requires_grad, bare(t).stride())  # type: ignore[arg-type]
+        self._split[place] = _Split(_Types(t), part, t.requires_grad, t.is_leaf, bare(t).stride())  # type: ignore[arg-type]
         return made  # a plain one: hooks around it, as of save_on_cpu, take it for what it is
 
     def _unpack(self, t: Tensor) -> Tensor:
