@@ -100,9 +100,11 @@ class Conv(Block):
 
 
 class BatchNorm(Block):
+    """Without a bias before the norm: its gradient is rounding alone, which Adam divides by its own size."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.up, self.norm = nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         return self.norm(self.up(x).mT).mT

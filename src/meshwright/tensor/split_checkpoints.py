@@ -199,7 +199,7 @@ class KeptInputs:
         plan = planner.plan(plain(t._spec), part)  # type: ignore[attr-defined]
         with torch.no_grad(), disabled():
             made = executor.apply(plan.steps, bare(t)).clone(memory_format=torch.contiguous_format)
-        self._split[place] = _Split(_Types(t), part, t.requires_grad, t.is_leaf, bare(t).stride())  # type: ignore[arg-type]
+        self._split[place] = _Split(_Types(t), part, t.requires_grad, t.is_leaf, bare(t).stride())
         return made  # a plain one: hooks around it, as of save_on_cpu, take it for what it is
 
     def _unpack(self, t: Tensor) -> Tensor:
