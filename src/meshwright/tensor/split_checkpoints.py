@@ -144,7 +144,7 @@ class _Computed(torch.autograd.Function):
         return t
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         return None, None
 
 
@@ -199,7 +199,8 @@ class KeptInputs:
         plan = planner.plan(plain(t._spec), part)  # type: ignore[attr-defined]
         with torch.no_grad(), disabled():
             made = executor.apply(plan.steps, bare(t)).clone(memory_format=torch.contiguous_format)
-        self._split[place] = _Split(_Types(t), part, t.requires_grad, t.is_leaf, bare(t).stride())
+        split = _Split(_Types(t), part, t.requires_grad, t.is_leaf, bare(t).stride())  # type: ignore[arg-type]
+        self._split[place] = split
         return made  # a plain one: hooks around it, as of save_on_cpu, take it for what it is
 
     def _unpack(self, t: Tensor) -> Tensor:
