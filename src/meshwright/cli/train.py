@@ -16,6 +16,7 @@ from rich.text import Text
 from meshwright.errors import MeshError, MeshwrightError, RankFailedError
 from meshwright.ranks.launchers import Launch
 from meshwright.train.config import OUTPUT, TrainConfig
+from meshwright.train.folder import command
 from meshwright.train.log import sinks_of
 from meshwright.train.plot import can_draw, check_path, draw
 from meshwright.train.text import load_text
@@ -151,6 +152,7 @@ def _run(config: TrainConfig, joined: Launch | None, show: Show) -> None:
         if joined is None or joined.rank == 0:
             with contextlib.suppress(OSError):  # after SIGHUP the terminal is gone
                 Console(stderr=True).print("interrupted: all processes are ended")
+                _say_how_to_continue(config)
         raise typer.Exit(128 + end.args[0] if end.args else INTERRUPTED) from None
     except Exception as error:
         show.close()
@@ -159,12 +161,23 @@ def _run(config: TrainConfig, joined: Launch | None, show: Show) -> None:
         if isinstance(error, (MeshwrightError, launch.RankError)):
             complain(error)
             bad = isinstance(error, MeshwrightError) and not isinstance(error, RankFailedError)
+            if not bad:
+                _say_how_to_continue(config)
             raise typer.Exit(BAD_INPUT if bad else FAILED) from None
         raise
     finally:
         show.close()
         for number, handled in before.items():
             signal.signal(number, handled)
+
+
+def _say_how_to_continue(config: TrainConfig) -> None:
+    """The command that starts a run again that did not come to its end."""
+    from meshwright import Checkpoints
+
+    if config.save and (steps := Checkpoints(config.save).steps):
+        text = f"step {max(steps)} is saved. Continue, on any mesh: {command(config)} --mesh dp=1"
+        Console(stderr=True).print(Text(text), soft_wrap=True)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -9,6 +9,7 @@ Read it in this order:
     model     the GPT: plain PyTorch, nothing about distribution in it
     subject   what is trained, with data, loss and layouts: that GPT
     library   the same of a model of Transformers;  users: of what a function returns
+    folder    options, log and lock beside the checkpoints of a run
     evaluate  the mean loss over held-out data
     plan      the Megatron layout of that model, as globs to placements
     loop      one training step on a mesh, and the loop around it

@@ -415,11 +415,11 @@ class TrainConfig(StepConfig):
     plan: str | None = option(
         None, "--plan", SPLITTING,
         "Layouts, storage and recomputation of a captured step: a file of [bold]meshwright plan --save[/], or "
-        "[bold]auto[/], which finds them for --mesh on --hardware.", unset="those of this model", metavar="FILE",
+        "[bold]auto[/], which finds them for --mesh on --hardware.", unset="those of this model", metavar="auto|FILE",
     )  # fmt: skip
     hardware: str | None = option(
         None, "--hardware", SPLITTING, "With --plan auto: the machine, a preset or a file of meshwright calibrate.",
-        metavar="NAME",
+        metavar="NAME|FILE",
     )  # fmt: skip
     static: bool = option(False, "--static", PROGRAM, "Capture the step as one program and run that.")
     save: str | None = option(
@@ -441,7 +441,7 @@ class TrainConfig(StepConfig):
     )  # fmt: skip
     log: str | None = option(
         None, "--log", OUTPUT, "Write a line of JSON about the run, and one about each step, to this file.",
-        metavar="FILE",
+        unset="log.jsonl in --save", metavar="FILE",
     )  # fmt: skip
     tensorboard: str | None = option(
         None, "--tensorboard", OUTPUT, "Write loss, speed and memory of each step to this folder, for TensorBoard.",

@@ -43,7 +43,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Row i is the window at byte i: (bytes, the bytes that follow), each int64 ``[seq]``."""
 
     def __init__(self, corpus: Corpus, seq: int) -> None:
-        self.corpus, self.seq = corpus, seq
+        self.corpus, self.seq, self.digest = corpus, seq, corpus.digest()
 
     def __len__(self) -> int:
         return len(self.corpus) - self.seq

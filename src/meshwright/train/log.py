@@ -6,16 +6,15 @@ import contextlib
 import importlib.util
 import json
 import math
-import platform
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
 from meshwright.errors import ExtraError
 
 from .config import TrainConfig
+from .folder import LOG, versions
 from .options import writing
 
 KEPT = ("loss", "lr", "seconds", "tokens_per_s", "peak_bytes", "flops_share", "grad_norm", "eval_loss")
@@ -26,7 +25,7 @@ class Lines:
     """One JSON object per line: first the run, then each step.
 
     Args:
-        config: of the run; one that is resumed goes on at the end of the file, others write it anew.
+        config: of the run; one that is resumed goes on at the end of the file, others replace it when they start.
 
     Raises:
         OptionError: the file cannot be written, here or at any event.
@@ -34,20 +33,24 @@ class Lines:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
+        self.flag = f"--log {config.log}" if config.log else f"--save {config.save}: its log"
         with self._writing():
-            path = Path(config.log or "")
+            path = Path(config.log or Path(config.save or "") / LOG)
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.file: IO[str] = path.open("a" if config.resume else "w", encoding="utf-8")
+            self.file: IO[str] = path.open("a", encoding="utf-8")
 
     def _writing(self) -> contextlib.AbstractContextManager[None]:
-        return writing(f"--log {self.config.log}", "leave it out")
+        return writing(self.flag, "leave it out")
 
     def __call__(self, kind: str, values: dict[str, Any]) -> None:
         """One event."""
         if kind == "start":
-            versions = {name: version(name) for name in ("meshwright", "torch")} | {"python": platform.python_version()}
+            if not self.config.resume:  # only now: a run that cannot start leaves the log of the one before
+                self.file.truncate(0)
             mesh = dict(self.config.mesh)
-            told = {"config": asdict(self.config) | {"mesh": mesh}, "mesh": mesh, "versions": versions}
+            layouts = {row["name"]: row["placements"] for row in values.get("parameters", ())}
+            told = {"config": asdict(self.config) | {"mesh": mesh}, "mesh": mesh, "versions": versions()}
+            told |= {"data": values.get("digest"), "layouts": layouts}
             self._write(told | {"predicted_bytes": values.get("predicted_bytes"), "resumed_after": values["begin"]})
         elif kind == "step":
             self._write({"step": values["step"] + 1, **{name: values[name] for name in KEPT if name in values}})
@@ -109,7 +112,7 @@ def finite(value: Any) -> Any:
 
 def sinks_of(config: TrainConfig) -> list[Lines | Board]:
     """Where the steps of a run are to go.  Raises as those do."""
-    found: list[Lines | Board] = [Lines(config)] if config.log else []
+    found: list[Lines | Board] = [Lines(config)] if config.log or config.save else []
     return found + ([Board(config)] if config.tensorboard else [])
 
 

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright import collective
 from meshwright.collective import Fact
-from meshwright.errors import DataError
+from meshwright.errors import CheckpointError, DataError, ShardError
 from meshwright.explanation import memory_of
 from meshwright.program import Plan
 from meshwright.ranks import runtime
@@ -23,6 +24,7 @@ from meshwright.shard.data.dataloader import shard_dataloader
 
 from .config import TrainConfig
 from .evaluate import Evaluation
+from .folder import lock, write_options
 from .library import LibraryModel
 from .not_finite import check_finite
 from .options import OptionError
@@ -270,6 +272,25 @@ def train(config: TrainConfig, mesh: mw.Mesh, emit: Emit) -> Summary:
         CheckpointError, OptionError: a checkpoint that cannot be read or written, or that is beyond the last step.
         DesyncError: on every rank, where options or texts differ.
     """
+    with _held(config, mesh):
+        return _train(config, mesh, emit)
+
+
+@contextlib.contextmanager
+def _held(config: TrainConfig, mesh: mw.Mesh) -> Iterator[None]:
+    """Inside no other run saves to the folder of this one."""
+    file = None
+    with collective.together(mesh, f"--save {config.save}", kind=CheckpointError):
+        if config.save is not None and runtime.RT.rank == mesh.ranks[0]:
+            file = lock(Path(config.save))
+    try:
+        yield
+    finally:
+        if file is not None:
+            file.close()
+
+
+def _train(config: TrainConfig, mesh: mw.Mesh, emit: Emit) -> Summary:
     subject = agreed_subject(config, mesh)
     first = runtime.RT.rank == mesh.ranks[0]
     usage = Usage(config)
@@ -338,9 +359,18 @@ def _opened(config: TrainConfig, trainer: Trainer) -> tuple[mw.Checkpoints | Non
             f"--save {config.save} has checkpoints of another run, up to step {max(store.steps)}: add --resume to go "
             "on from the newest, or take another folder"
         )
-    begin = (store.load(**trainer.parts()) or 0) if config.resume else 0
+    try:
+        begin = (store.load(**trainer.parts()) or 0) if config.resume else 0
+    except ShardError as error:
+        raise OptionError(
+            f"--resume: the newest checkpoint in {config.save} is of other data than {trainer.subject.source} "
+            f"({error}). Give the files, --seq and --seed of that run, or pass another --save"
+        ) from error
     if begin >= config.steps:
         raise OptionError(f"--resume: the newest checkpoint is of step {begin}: take more --steps than {config.steps}")
+    with collective.together(trainer.mesh, f"--save {config.save}", kind=CheckpointError):
+        if runtime.RT.rank == trainer.mesh.ranks[0]:
+            write_options(config)
     return store, begin
 
 
@@ -390,6 +420,7 @@ def _described(trainer: Trainer) -> dict[str, Any]:
     step = getattr(trainer, "step", None)
     passes = [str(record) for record in step.passes] if step is not None else []
     told = {"parameters": rows, "source": trainer.subject.source, "title": trainer.subject.title, "passes": passes}
+    told["digest"] = trainer.subject.digest
     return told | {"predicted_bytes": trainer.predicted()}
 
 

@@ -97,7 +97,8 @@ class BuiltInModel(TrainingSubject):
     def __init__(self, config: TrainConfig, corpus: Corpus | None = None) -> None:
         super().__init__(config)
         corpus = corpus or load_corpus(config.data, config.seq)
-        self.rows, self.source, self.digest = Windows(corpus, config.seq), corpus.source, corpus.digest()
+        self.rows = Windows(corpus, config.seq)
+        self.source, self.digest = corpus.source, self.rows.digest
         self.title = f"byte-level GPT, {config.layers} layers, hidden {config.hidden}, {config.heads} heads"
         if len(self.rows) < config.batch:
             raise OptionError(
