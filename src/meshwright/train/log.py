@@ -49,8 +49,8 @@ class Lines:
                 self.file.truncate(0)
             mesh = dict(self.config.mesh)
             layouts = {row["name"]: row["placements"] for row in values.get("parameters", ())}
-            told: dict[str, Any] = {"config": asdict(self.config) | {"mesh": mesh}, "mesh": mesh, "versions": versions()}
-            told |= {"layouts": layouts, "data": values.get("digest")}
+            told: dict[str, Any] = {"config": asdict(self.config) | {"mesh": mesh}, "mesh": mesh}
+            told |= {"versions": versions(), "layouts": layouts, "data": values.get("digest")}
             self._write(told | {"predicted_bytes": values.get("predicted_bytes"), "resumed_after": values["begin"]})
         elif kind == "step":
             self._write({"step": values["step"] + 1, **{name: values[name] for name in KEPT if name in values}})
