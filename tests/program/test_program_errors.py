@@ -152,7 +152,7 @@ def test_the_learning_rate_may_change() -> None:
         ({"layouts": {"weight": {"dp": mw.Shard(5)}}}, LayoutError, r"weight, of shape \(6, 8\): Shard\(5\)"),
         ({"fsdp": "tp"}, MeshwrightError, "unknown axis 'tp'"),
         ({"shard_states": "tp"}, MeshwrightError, "unknown axis 'tp'"),
-        ({"backend": "xla"}, ProgramError, "None or 'inductor' was expected"),
+        ({"backend": "xla"}, ProgramError, "'inductor' or 'cudagraphs' was expected"),
     ],
     ids=["unknown name", "Partial parameter", "no such dim", "stored over", "states over", "backend"],
 )

@@ -215,7 +215,7 @@ def compile_step(
     Args: Program
         passes: Passes, or texts such as `"data-parallel-optimization:bucket_bytes=4194304"`; or a `PassManager`. They
             run in the order they declare, then as listed.
-        backend: `"inductor"` compiles the code between collectives.
+        backend: `"inductor"` compiles the code between collectives. `"cudagraphs"`, on GPUs, replays it as CUDA graphs.
         check: Compare loss and gradients with those of the program without `passes`, on all ranks, before the update:
             `"first"` call of each capture, `"always"`, or `False`.
 
@@ -344,7 +344,7 @@ def capture_local(
             after it. Several: a list of all that the step calls.
         batch: This rank's batch, as an example: shapes, dtypes and structure count.
         passes: As for [compile_step][meshwright.compile_step].
-        backend: `"inductor"` compiles the code between collectives.
+        backend: `"inductor"` compiles the code between collectives. `"cudagraphs"`, on GPUs, replays it as CUDA graphs.
         check: As for [compile_step][meshwright.compile_step].
 
     Returns:

@@ -38,6 +38,7 @@ from .ir.program import STEP, Program
 from .ir.sizes import Unlike
 from .run.batches import BatchStructure, shapes_of, split_batch
 from .run.bind import BACKENDS, CompiledVariant, StepState
+from .run.cuda_graphs import graphs_of
 from .run.cycle import Cycle
 from .run.guard import Guard, modes, switched_back
 from .run.lengths import Capture, Lengths, Read
@@ -159,7 +160,12 @@ class CompiledStep:
         check: Check = "first",
     ) -> None:
         if backend not in BACKENDS:
-            raise ProgramError(f"backend={backend!r}: None or 'inductor' was expected")
+            raise ProgramError(f"backend={backend!r}: None, 'inductor' or 'cudagraphs' was expected")
+        if backend == "cudagraphs" and source.mesh.device != "cuda":
+            raise ProgramError(
+                f"backend='cudagraphs' needs a mesh of GPUs, and this mesh is on {source.mesh.device!r}. Leave backend "
+                "out, or create the mesh with device='cuda'."
+            )
         self.mesh, self.model, self.optimizer = source.mesh, source.model, source.optimizer
         self.training = True
         self._source, self._transform = source, transform
@@ -175,7 +181,8 @@ class CompiledStep:
         recorded = self._recorded(example_batch, again=False)
         self.built, self._options, self._example = recorded.built, options_of(self.optimizer), recorded.answers
         self._digest: str | None = None
-        self._ledger = self._asked(recorded, {**source.more, "backend": backend})
+        graphs = {"graphs": str(graphs_of(recorded.program))} if backend == "cudagraphs" else {}
+        self._ledger = self._asked(recorded, {**source.more, "backend": backend, **graphs})
         source.prepare(recorded)
         updates, how = bool(recorded.program.update), source.plan.loss_scale
         self.carrier = StepState(self.model, self.optimizer, updates, source.plan.gradients, backend)

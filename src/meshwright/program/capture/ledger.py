@@ -53,7 +53,7 @@ def ledger_of(
     Args:
         program: after the passes.
         passes: that were asked for.
-        more: options that are none of the plan's: ``init``, ``backend``.
+        more: options that are none of the plan's: ``init``, ``backend`` (and what its ``graphs`` hold).
     """
     of = _Ledger(model, optimizer, plan, built, program)
     found = (
@@ -237,7 +237,8 @@ class _Ledger:
             empty = [n for n, t in self.model.named_parameters() if t.is_meta]
             yield Asked("init", repr(more["init"]), bool(empty), _of(empty) or "no parameter is on the meta device")
         if more.get("backend") is not None:
-            yield Asked("backend", repr(more["backend"]), True, "what lies between collectives is compiled")
+            effect = more.get("graphs", "what lies between collectives is compiled")
+            yield Asked("backend", repr(more["backend"]), True, effect)
 
     def axes(self) -> Iterator[Asked]:
         """Axes of the mesh that nothing uses."""

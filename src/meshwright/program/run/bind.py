@@ -28,6 +28,7 @@ from ..ir.nodes import Value, checked_value, info_of
 from ..ir.program import PASSED, PIPELINE, WHOLE, Input, Program
 from ..ir.sizes import Variables, value_at
 from ..ir.strides import laid, same, with_strides
+from .cuda_graphs import with_cuda_graphs
 from .inductor import with_inductor
 from .runner import Compiled, Runner
 
@@ -35,7 +36,11 @@ Tensor = torch.Tensor
 
 Code = Mapping[str, Compiled]  # by part
 
-BACKENDS: dict[str | None, Callable[[Program], Program]] = {None: lambda program: program, "inductor": with_inductor}
+BACKENDS: dict[str | None, Callable[[Program], Program]] = {
+    None: lambda program: program,
+    "inductor": with_inductor,
+    "cudagraphs": with_cuda_graphs,
+}
 
 
 @dataclass
@@ -46,7 +51,7 @@ class StepState:
         model, optimizer: whose tensors, states and numbers they read and write.
         updates: whether the optimizer's update is part of the programs; otherwise it runs after them.
         keep_gradients: leave ``parameter.grad`` after an update that ran behind a program.
-        backend: what compiles local ops.
+        backend: what compiles local ops, or replays them.
         sums: accumulators by name; shared by the programs of all batch shapes.
         lie: how sums lie, by the same name.
         scale: the loss scale and what belongs to it, by name.

@@ -17,7 +17,7 @@ from ..ir.linear import is_linear
 from ..ir.nodes import ancestors, draws, info_of, is_mutating, is_sum, reduces
 from ..ir.program import Program
 from ..ir.subgraphs import needed
-from .inductor import Segment
+from .segments import Segment
 
 Tensor = torch.Tensor
 Show = Callable[[str, Tensor], None]
