@@ -160,10 +160,8 @@ class _Chooser:
         if draws(node):
             return DRAWS
         near = {s for n in (node, *node.all_input_nodes) for s in storages(n)}
-        if (
-            not near.isdisjoint(self.on_cpu)
-            or torch.device(node.kwargs.get("device") or self.device).type != self.device
-        ):  # type: ignore[arg-type]
+        device: Any = node.kwargs.get("device") or self.device
+        if not near.isdisjoint(self.on_cpu) or torch.device(device).type != self.device:
             return CPU_MEMORY
         if any(tag in target.tags for tag in _READ):
             return READ_BY_CPU
