@@ -48,7 +48,7 @@ _READ = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _MOST = 4  # recordings of a segment; one that needs more has memory that moves at each step
 
 
-class Recording:
+class CUDARecording:
     """A CUDA graph of one call of a function, and the tensors that it gives, which each replay fills again."""
 
     def __init__(self, fn: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -> None:
@@ -68,7 +68,7 @@ class GraphSegment(Segment):
         in_place: of each tensor that it reads, whether the graph reads it where it is.
     """
 
-    recording: Callable[..., Any] = Recording  # the tests have one for tensors of the CPU
+    recording: Callable[..., Any] = CUDARecording  # the tests have one for tensors of the CPU
 
     def __init__(self, module: fx.GraphModule, name: str, in_place: Sequence[bool]) -> None:
         super().__init__(module, name)
@@ -99,7 +99,7 @@ class GraphSegment(Segment):
 
 
 @dataclass
-class Graphs:
+class CUDAGraphs:
     """Which ops of a program go into CUDA graphs.
 
     Attributes:
@@ -184,7 +184,7 @@ class _Chooser:
         return GraphSegment(stretch.module(), name, in_place)
 
 
-def graphs_of(program: Program) -> Graphs:
+def graphs_of(program: Program) -> CUDAGraphs:
     """A program whose local ops run in CUDA graphs, as far as they can.
 
     What leaves the program from the memory of a graph is copied: the next replay overwrites that memory.
@@ -200,7 +200,7 @@ def graphs_of(program: Program) -> Graphs:
             if not of_graphs.isdisjoint(storages(node)):
                 copies[node] = call(changed.graph, aten.clone.default, (node,), info_of(node))
     output.args = (tuple(copies.get(n, n) for n in changed.results),)
-    return Graphs(changed, choice.ops, choice.left)
+    return CUDAGraphs(changed, choice.ops, choice.left)
 
 
 def with_cuda_graphs(program: Program) -> Program:
@@ -229,4 +229,4 @@ def _span(t: Tensor) -> int:
     return 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
 
 
-__all__ = ["GraphSegment", "Graphs", "Recording", "graphs_of", "with_cuda_graphs"]
+__all__ = ["CUDAGraphs", "CUDARecording", "GraphSegment", "graphs_of", "with_cuda_graphs"]
