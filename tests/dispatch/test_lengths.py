@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import itertools
@@ -243,6 +244,61 @@ def test_a_table_keeps_what_is_asked_for() -> None:
         assert len(table) <= 4
     assert table.find(99) == 100
     assert table.find(50) is None
+
+
+@pytest.mark.parametrize(("used", "held"), [(3, 4), (7, 16), (20, 32), (200, 4)])
+def test_a_table_grows_where_its_entries_come_back(used: int, held: int) -> None:
+    """``used`` keys in turn: held up to the limit of 32; with ever new keys the table stays small."""
+    table = runtime.Recent(4, limit=32)
+    missed = 0
+    for i in range(4000):
+        key = i if used == 200 else i % used
+        if table.find(key) is None:
+            missed += 1
+            table.keep(key, key + 1)
+        assert len(table) <= table.most <= 32
+        assert len(table._old) <= 32
+        assert len(table._dropped) <= 64
+    assert table.most <= held
+    assert used == 200 or missed <= 4 * used
+
+
+def test_tables_of_a_run_of_new_lengths_stay_small() -> None:
+    """3,000 lengths: plans and conversions of a few hundred are held, and the other tables have bounds."""
+
+    def run() -> tuple[int, ...]:
+        for n in range(1, 3001):
+            x = mw.from_local(torch.empty(n, 0), PAIR, [S0], check=False)
+            mw.reshard(x, [R])
+        assert len(runtime.RT.groups) < 10
+        tables = runtime.RT.plans, runtime.RT.memo
+        assert all(len(t._dropped) < runtime.MOST + runtime.LEAST for t in tables)
+        return tuple(len(t) + len(t._old) for t in tables)
+
+    plans, memo = on_ranks(run, PAIR)[0]
+    assert plans <= 2 * runtime.LEAST
+    assert 100 < memo <= 2 * runtime.LEAST
+
+
+# Functions of things of which a process has few: types, devices, ops of PyTorch, files of this package.
+UNBOUNDED = {
+    "_asking", "_builtin", "_elementwise", "_library_folders", "_side", "_takes_dtype", "_turns", "_uncompiled",
+    "_wastes", "_weights", "_without_overrides", "fused_sgd_works", "guard_scripts", "hold_device_guard", "template",
+}  # fmt: skip
+
+
+def test_caches_of_functions_have_bounds() -> None:
+    """Each by ``maxsize``; what has none is listed, with the reason, above."""
+    root, bounded, unbounded = Path(mw.__file__).parent, 0, set()
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for made in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+                text = ast.unparse(made).removeprefix("functools.")
+                if text == "cache" or text.startswith("lru_cache(None)") or "maxsize=None" in text:
+                    unbounded.add(node.name)
+                bounded += text.startswith("lru_cache")
+    assert bounded > 40
+    assert unbounded - UNBOUNDED == set()
 
 
 def grown_sizes() -> Iterator[int]:

@@ -33,7 +33,7 @@ from .sending import Sending
 from .written_arguments import into, written
 
 Tensor = torch.Tensor
-_DECIDED = runtime.Recent(4096)  # the same for all ranks, as what results were told
+_DECIDED = runtime.Recent(runtime.LEAST, limit=runtime.MOST)  # the same for all ranks, as what results were told
 AS_OP = 'To divide its work make it a custom op (torch.library.custom_op) with a rule: @mw.rule("lib::op")'
 Conversions = tuple[tuple[int, resharding.ConversionPlan], ...]
 

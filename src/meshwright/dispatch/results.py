@@ -23,7 +23,7 @@ from ..compat import disable_current_modes
 from ..errors import RuleError
 from ..layout import Spec
 from ..local_tensor import storage_of
-from ..ranks.runtime import Recent
+from ..ranks.runtime import LEAST, MOST, Recent
 from ..rules import Rule
 from . import autocast
 from .binding import Args, Kwargs
@@ -49,7 +49,8 @@ class Result:
     refused: bool = False
 
 
-_TOLD = Recent(4096)  # the same for all ranks: no plan, and no communication, hangs on whether something is in it
+# The same for all ranks: no plan, and no communication, depends on whether something is in it.
+_TOLD = Recent(LEAST, limit=MOST)
 
 
 def kind_of(func: Any, rule: Rule, specs: Sequence[Spec], args: Args, kwargs: Kwargs) -> Any:

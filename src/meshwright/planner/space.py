@@ -10,6 +10,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -381,18 +382,16 @@ def _block_of(captured: Captured, repeats: Repeats) -> dict[fx.Node, tuple[int, 
     return made
 
 
-_AROUND: dict[Any, tuple[State, ...]] = {}
-
-
 def _around(ndim: int, axes: int, some: Sequence[State]) -> tuple[State, ...]:
     """States that ways between some may lead over: all of sums and splits, and what else occurs."""
-    others = frozenset(t for s in some for t in s)
-    key = ndim, axes, others
-    if key not in _AROUND:
-        usual = (INVARIANT, REDUCED, SUM, *(split(d) for d in range(ndim)))
-        types = list(dict.fromkeys([*usual, *sorted(others, key=repr)]))
-        _AROUND[key] = tuple(s for s in itertools.product(types, repeat=axes) if commute(*(t[0] for t in s)))
-    return _AROUND[key]
+    return _states(ndim, axes, frozenset(t for s in some for t in s))
+
+
+@lru_cache(maxsize=1024)
+def _states(ndim: int, axes: int, others: frozenset[Any]) -> tuple[State, ...]:
+    usual = (INVARIANT, REDUCED, SUM, *(split(d) for d in range(ndim)))
+    types = list(dict.fromkeys([*usual, *sorted(others, key=repr)]))
+    return tuple(s for s in itertools.product(types, repeat=axes) if commute(*(t[0] for t in s)))
 
 
 __all__ = ["Space"]

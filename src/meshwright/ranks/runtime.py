@@ -42,7 +42,7 @@ _DECORATORS = (contextlib.__file__, warnings.__file__, typing_extensions.__file_
 _NOT_USERS = (OWN, os.path.dirname(os.path.abspath(torch.__file__)), *_DECORATORS, PROGRAM)
 
 
-MOST = 4096  # plans, and conversions ready to run, in each of two generations
+LEAST, MOST = 512, 4096  # plans, and conversions ready to run, in each of two generations
 
 
 class Counts:
@@ -149,16 +149,23 @@ class Recent(dict[Any, Any]):
     Two generations: when the young one is full it becomes the old one, which is dropped.  A hit in the young one is the
     plain ``get`` of a dict; after a miss there, ``find`` looks in both.  What is dropped is made anew when it is asked
     for: so it must be what would be made again alike, and making it must not communicate.
+
+    Ever new keys (lengths of sequences) are dropped early: ``most`` starts small.  Where more than half of a generation
+    came back from the old one, or from those dropped lately, the table is too small for its use: ``most`` doubles, up
+    to ``limit``.
     """
 
-    __slots__ = ("_beside", "_old", "most")
+    __slots__ = ("_beside", "_dropped", "_old", "_returned", "limit", "most")
 
-    def __init__(self, most: int, beside: dict[Any, Any] | None = None) -> None:
+    def __init__(self, most: int, beside: dict[Any, Any] | None = None, limit: int = 0) -> None:
         """``beside``: a table of what is true while its keys are young, emptied when the generations change."""
         super().__init__()
         self.most = most
+        self.limit = max(most, limit)
         self._beside = beside
         self._old: dict[Any, Any] = {}
+        self._dropped: set[int] = set()  # hashes of keys
+        self._returned = 0
 
     def find(self, key: Any) -> Any:
         """What is kept for a key, young from now on; None where nothing is."""
@@ -166,22 +173,40 @@ class Recent(dict[Any, Any]):
         if found is None:
             found = self._old.pop(key, None)
             if found is not None:
+                self._returned += 1
                 self.keep(key, found)
         return found
 
     def keep(self, key: Any, value: Any) -> None:
         """Keep ``value`` for ``key``."""
-        if len(self) >= self.most and key not in self:
-            self._old = dict(self)
-            super().clear()
-            if self._beside is not None:
-                self._beside.clear()
+        if key not in self:
+            if hash(key) in self._dropped:
+                self._dropped.remove(hash(key))
+                self._returned += 1
+            if len(self) >= self.most:
+                self._change_generations()
         self[key] = value
+
+    def _change_generations(self) -> None:
+        grow, self._returned = 2 * self._returned > len(self) and self.most < self.limit, 0
+        if grow:
+            self.most = min(2 * self.most, self.limit)
+            return
+        if self.most < self.limit:
+            if len(self._dropped) >= self.limit:
+                self._dropped.clear()
+            self._dropped.update(map(hash, self._old))
+        self._old = dict(self)
+        super().clear()
+        if self._beside is not None:
+            self._beside.clear()
 
     def clear(self) -> None:
         """Drop both generations."""
         super().clear()
         self._old = {}
+        self._dropped = set()
+        self._returned = 0
 
 
 class Simulator(Protocol):
@@ -245,9 +270,9 @@ class Runtime:
         self.sim = sim
         self.writes: dict[int | None, int] = {}
         self.fast: dict[Any, Any] = {}
-        self.plans = Recent(MOST, self.fast)
+        self.plans = Recent(LEAST, self.fast, MOST)
         self.groups: dict[Any, Any] = {}
-        self.memo = Recent(MOST)
+        self.memo = Recent(LEAST, limit=MOST)
         self.records: list[Any] | None = None
         self.notes: dict[str, None] | None = None
         self.told: Callable[[Any], None] | None = None

@@ -13,7 +13,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 
 from ... import drawing
 from ...errors import ProgramError
@@ -37,7 +37,7 @@ COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 LOOPED, V = "looped", "v"  # of which a rank has several stages
 
 
-@cache
+@lru_cache(maxsize=256)
 def schedule(name: str, stages: int, micro_batches: int, limit: int | None = None, chunks: int = 1) -> Schedule:
     """The order of each rank.
 
