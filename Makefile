@@ -13,6 +13,8 @@ OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 
 # Ranks are processes or threads already: more threads inside each operation only fight for the cores.
 ONE_THREAD := OMP_NUM_THREADS=1
+# One worker more than cores (tests/conftest.py).  What tests start again and again is compiled once.
+PYTEST  := $(ONE_THREAD) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-quick test-long test-torch lint format bench bench-quick gpu conformance conformance-yardstick conformance-paddle conformance-models mutants seeds docs changelog clean
@@ -38,13 +40,13 @@ demo: setup  ## train a small model on 2 x 2 processes and compare it with one d
 	$(ONE_THREAD) $(BIN)/meshwright train --mesh dp=2,tp=2 --steps 50 --verify
 
 test: setup  ## the tests, and which ten took longest
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal --durations 10
+	$(PYTEST) --durations 10
 
 test-quick: setup  ## the most telling tests of each room of the core, in a minute or two
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal $$($(BIN)/python -m tests.support.quick)
+	$(PYTEST) $$($(BIN)/python -m tests.support.quick)
 
 test-long: setup  ## all tests, with whole grids and long sweeps
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal --whole
+	$(PYTEST) --whole
 
 test-torch:  ## the tests on other versions: make test-torch VERSION=2.15.0 (PYTHON=python3.13, TESTS=... for some of them)
 	@test -n "$(VERSION)" || { echo "say which: make test-torch VERSION=2.15.0"; exit 2; }
@@ -52,7 +54,7 @@ test-torch:  ## the tests on other versions: make test-torch VERSION=2.15.0 (PYT
 	grep -v -e '^torch==' -e '^setuptools==' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install $(PIP_ARGS) torch==$(VERSION) -c $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install $(PIP_ARGS) -c $(OTHER)/constraints.txt -e '.[dev]'
-	$(ONE_THREAD) $(OTHER)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
+	$(subst $(BIN),$(OTHER)/bin,$(PYTEST)) $(TESTS)
 
 lint: setup  ## ruff, mypy, the order of the layers, readable pages
 	$(BIN)/ruff check .

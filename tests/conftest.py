@@ -22,6 +22,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--salt", help="which covering array of three-way interactions; else another one in each run")
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One worker more than cores: one of them waits for real processes while the others compute."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return len(cores) + 1
+
+
 def pytest_report_header(config: pytest.Config) -> str | None:
     return f"interactions: --salt {os.environ[SALT]}" if config.getoption("--whole") else None
 
@@ -50,6 +56,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test marked ``thin(n)``, keep one in n of its cases: by their names, so that a new case moves no other."""
     device.mark(items)
+    # Work is dealt in stretches, so that one worker has all real processes: two tests of them would slow each other.
+    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
     if config.getoption("--whole") or any("::" in arg for arg in config.args):
         return
     seen: set[str] = set()

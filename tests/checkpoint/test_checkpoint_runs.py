@@ -187,6 +187,7 @@ def _goes_on(folder: str, begin: int) -> list[int]:
     return store.steps
 
 
+@pytest.mark.processes
 def test_processes_that_go_on(tmp_path: Path) -> None:
     assert run_processes(_goes_on, 2, str(tmp_path), 0) == [[2, 1]] * 2
     assert run_processes(_goes_on, 2, str(tmp_path), 2) == [[4, 3]] * 2
@@ -274,6 +275,7 @@ def _full_on_one(folder: str, victim: int) -> list[Any]:
     return [*said, store.steps, len(os.listdir(folder))]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_full_disk_of_real_ranks(victim: int, tmp_path: Path) -> None:
     for *said, clean, steps, count in run_processes(_full_on_one, 2, str(tmp_path), victim):

@@ -255,6 +255,7 @@ def _no_memory_on_one(folder: str) -> str:
     return "no error"
 
 
+@pytest.mark.processes
 def test_no_memory_for_a_copy_on_one_rank(tmp_path: Path) -> None:
     for said in run_processes(_no_memory_on_one, 2, str(tmp_path)):
         assert "rank 1: what is saved cannot be copied: no memory; save(..., wait=True) needs no copy" in said
@@ -276,5 +277,6 @@ def _same_names(folder: str) -> list[float]:
     return found
 
 
+@pytest.mark.processes
 def test_folders_that_are_called_alike(tmp_path: Path) -> None:
     assert run_processes(_same_names, 2, str(tmp_path)) == [[1.0, 2.0]] * 2

@@ -29,12 +29,14 @@ def shown(command: list[str], stdout: str, **environment: str) -> subprocess.Com
         return subprocess.run(command, stdout=file, **settings)  # type: ignore[call-overload]
 
 
+@pytest.mark.processes
 def test_signs_are_spelled_out_where_the_encoding_has_none() -> None:
     done = shown(EXPLAIN, "pipe", LC_ALL="C", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert done.returncode == 0, done.stderr
     assert done.stdout.decode("ascii")
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_one_line() -> None:
     done = shown([*EXPLAIN[:3], "--version"], "/dev/full")
@@ -42,6 +44,7 @@ def test_a_full_disk_is_one_line() -> None:
     assert done.stderr.decode() == "error: the output cannot be written: No space left on device\n"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_are_closed(closed: str) -> None:
     command = " ".join([*EXPLAIN[:3], "--version"])
@@ -70,6 +73,7 @@ def test_what_the_system_has_no_more_of(error: Exception, said: str) -> None:
     assert not said or "ulimit" in missing
 
 
+@pytest.mark.processes
 def test_few_files_are_one_line() -> None:
     """Whatever is opened next fails: an import, the text, a thread."""
     limits = "import resource, sys; from meshwright import cli; resource.setrlimit(resource.RLIMIT_NOFILE, (4, 4))"
@@ -94,6 +98,7 @@ def test_a_narrow_terminal_cuts_nothing() -> None:
     assert "…" not in text
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks into /proc")
 def test_an_interrupt_while_it_starts_is_a_line() -> None:
     process = subprocess.Popen([*EXPLAIN[:3], "rules"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -127,6 +132,7 @@ def test_a_rank_that_is_ended_since_it_was_stopped(stopped: bool) -> None:
     assert failure.message == f"the process {cause if stopped else ''}was ended by SIGKILL"
 
 
+@pytest.mark.processes
 def test_a_rank_that_is_stopped_counts_as_failed_after_a_while() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     since: dict[int, float] = {}

@@ -77,6 +77,7 @@ def test_the_report_is_written_after_each_check(monkeypatch: pytest.MonkeyPatch,
     assert list(json.loads((tmp_path / "gpu.json").read_text())["found"]) == list(gpu.FIRST[:2])
 
 
+@pytest.mark.processes
 def test_starts_from_a_checkout_alone(tmp_path: Path) -> None:
     """Without an installation, as on a machine at hand for a quarter of an hour."""
     out = tmp_path / "gpu.md"

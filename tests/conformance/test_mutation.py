@@ -11,6 +11,7 @@ import pytest
 from conformance.mutation.judges import ROOT, SMALL, SOURCE, judges, modules
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("chosen", "sample", "least"),
     [

@@ -182,6 +182,7 @@ def test_tokens_are_of_the_tokenizer_that_is_given(tmp_path: Path, of: Any) -> N
     assert len({path.name for path in tmp_path.glob("*.ids")}) == 2
 
 
+@pytest.mark.processes
 def test_fingerprints_are_those_of_other_processes() -> None:
     """Sets and hashes of strings have another order in each."""
     code = "from tests.documents.test_packed import *; from meshwright.documents.fingerprints import fingerprint as f; "

@@ -342,6 +342,7 @@ def _processes() -> str:
     return "nothing"
 
 
+@pytest.mark.processes
 def test_real_processes() -> None:
     for text in run_processes(_processes, 2):
         assert text.startswith("after 2: the ranks add up gradients of different batches: rank 0: batch 2"), text

@@ -263,6 +263,7 @@ def on_processes(name: str, axes: dict[str, int], passes: list[Any]) -> tuple[di
     return train(name, axes, passes, connect=True)
 
 
+@pytest.mark.processes
 @pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "axes"), [("gpt", {"dp": 2}), ("gpt", {"dp": 2, "tp": 2}), ("cnn", {"dp": 2})])
 def test_real_processes(name: str, axes: dict[str, int]) -> None:
@@ -472,6 +473,7 @@ def by_hand(sync: str, passes: list[Any] | None) -> tuple[dict[str, Tensor], dic
     return {n: p.detach().clone() for n, p in model.named_parameters()}, details
 
 
+@pytest.mark.processes
 @pytest.mark.thin(4)
 @pytest.mark.parametrize("sync", ["divided", "before", "mixed", "clipped"])
 def test_steps_by_hand(sync: str) -> None:
@@ -490,6 +492,7 @@ def test_steps_by_hand(sync: str) -> None:
         assert details["rescaled"] == ({0.5: 4, 0.25: 4} if sync == "mixed" else {0.5: 8})
 
 
+@pytest.mark.processes
 def test_scaled_but_not_summed_is_an_error_that_names_the_gradient() -> None:
     with pytest.raises(
         AssertionError, match=r"the gradient of b.weight is scaled by 1/2 .* but never summed over ranks"
@@ -497,6 +500,7 @@ def test_scaled_but_not_summed_is_an_error_that_names_the_gradient() -> None:
         run_processes(by_hand, 2, "forgetful", ["data-parallel-optimization"])
 
 
+@pytest.mark.processes
 def test_a_step_by_hand_with_gradient_merge() -> None:
     plain = run_processes(by_hand, 2, "divided", ["gradient-merge:k_steps=2"])
     made = run_processes(by_hand, 2, "divided", ["data-parallel-optimization", "gradient-merge:k_steps=2"])

@@ -203,6 +203,7 @@ def _on_processes() -> None:
         assert step.program.kinds == counts.kinds
 
 
+@pytest.mark.processes
 def test_real_processes() -> None:
     run_processes(_on_processes, 2, timeout=250.0)
 

@@ -260,6 +260,7 @@ def _on_processes() -> list[list[float]]:
     return [_trained(mesh, 7, captured) for captured in (False, True)]
 
 
+@pytest.mark.processes
 def test_a_hybrid_model_trains_on_real_processes() -> None:
     want = _trained(None, 7, False)
     for made in run_processes(_on_processes, 3):

@@ -334,6 +334,7 @@ def _checkpoint(folder: str, axes: dict[str, int], save: bool) -> None:
         assert torch.equal(mw.unshard(t), whole[name]), name
 
 
+@pytest.mark.processes
 def test_torch_checkpoints_go_to_other_meshes():
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -367,5 +368,6 @@ def _wrapped() -> None:
     dist.barrier()
 
 
+@pytest.mark.processes
 def test_wrappers_of_sharded_models_are_refused():
     run_processes(_wrapped, 2)

@@ -19,6 +19,7 @@ from tests.support import fresh
 FIRST = [t for c in torch_changes.TABLE if c.since == torch_changes.FIRST_MESH for t in c.targets]
 
 
+@pytest.mark.processes
 def test_the_import_changes_nothing_and_the_first_mesh_what_the_table_says() -> None:
     code = f"""
 import importlib, inspect, sys, types
