@@ -21,8 +21,9 @@ from meshwright.collective import claims
 from meshwright.errors import DesyncError
 from meshwright.program.run import pipeline, runner
 from meshwright.shard.gradients import reductions
+from meshwright.shard.parameters import host
 from meshwright.shard.parameters.packing import Packing
-from tests.support import late
+from tests.support import late, streams
 from tests.support.processes import run_processes
 from tests.support.programs import DP, MLP, compare, pairs, squares
 
@@ -331,3 +332,93 @@ def test_whole_files_on_late_ranks(file: str) -> None:
     command = [sys.executable, "-m", "pytest", "--late", "-p", "no:cacheprovider", f"tests/{file}"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+# ---------------------------------------------------------------------------------------------- clocks of streams
+
+
+def counts(run: Callable[[], None]) -> int:
+    """Run on two ranks with a clock for each stream; how many accesses were checked."""
+
+    def fn() -> int:
+        with streams.counted() as clocks:
+            run()
+        return clocks.checked
+
+    return min(mw.simulate(fn, TWO))
+
+
+def steps_of(**options: Any) -> Callable[[], None]:
+    """Two training steps of two linears."""
+
+    def run() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        module = mw.shard_module(model, TWO, bucket_bytes=100, **options)
+        optimizer = mw.shard_optimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+        x = mw.shard_tensor(torch.ones(6, 4, dtype=torch.float64), TWO, {"dp": mw.Shard(0)})
+        for _ in range(2):
+            module(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        module(x)
+
+    return run
+
+
+STREAMED: dict[str, dict[str, Any]] = {
+    "overlapped reductions": {},
+    "ZeRO-3": {"fsdp": "dp"},
+    "offload": {"offload": "cpu"},
+    "offload, ZeRO-3": {"fsdp": "dp", "offload": "cpu"},
+    "offload, gathered again": {"fsdp": "dp", "offload": "cpu", "reshard_after_forward": True},
+}
+
+
+@pytest.mark.parametrize("case", STREAMED)
+def test_streams_wait_for_each_other(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams.install(monkeypatch)
+    assert counts(steps_of(**STREAMED[case])) > 200
+
+
+def no_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(host.CopyStream, "wait", lambda self, made=(): None)
+
+
+def copies_that_begin_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(streams.Stream, "wait_stream", lambda self, other: None)
+
+
+def copies_whose_memory_is_not_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(host, "keep_for", lambda t, stream: None)
+
+
+def waits_on_another_stream(patch: pytest.MonkeyPatch) -> None:
+    end = streams.end
+
+    def beside(seen: streams.Clock) -> None:
+        with streams.entered(streams.Stream("another")):
+            end(seen)
+
+    patch.setattr(streams, "end", beside)
+
+
+HOSTED = {"fsdp": "dp", "offload": "cpu"}
+STREAM_BREAKS: list[tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any], str]] = [
+    (no_wait_for_copies, {"offload": "cpu"}, "uses, and has not waited"),
+    (no_wait_for_copies, HOSTED, "uses, and has not waited"),
+    (copies_that_begin_at_once, {"offload": "cpu"}, "'copies back' reads memory of .* that 'ops' uses"),
+    (copies_whose_memory_is_not_kept, {"offload": "cpu"}, "record_stream"),
+    (waits_on_another_stream, {}, "that 'collectives' uses"),
+    (waits_on_another_stream, {"fsdp": "dp"}, "that 'collectives' uses"),
+]
+
+
+@pytest.mark.parametrize(("breaks", "options", "message"), STREAM_BREAKS)
+def test_streams_that_do_not_wait_are_found(
+    breaks: Callable[[pytest.MonkeyPatch], None], options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams.install(monkeypatch)
+    breaks(monkeypatch)
+    with pytest.raises(streams.StreamError, match=f"(?s){message}"):
+        counts(steps_of(**options))

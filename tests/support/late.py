@@ -7,8 +7,10 @@ and an input that is written to in flight go unnoticed there.  Here
 * at the wait an error says if the input, or what was filled, changed in between;
 * nothing is done before it is waited for, and a start does not wait for other ranks.
 
-``pytest --late`` runs all tests so; ``with late.ranks():`` one of them.  Real ranks take NCCL's ways besides: their
-groups are not gloo's to Meshwright, so reductions are scattered by the backend and nothing small is packed together.
+``pytest --late`` runs all tests so; ``with late.ranks():`` one of them.  Inside ``with streams.counted():`` simulated
+ranks have streams besides (``tests/support/streams.py``): work that is read on another stream without a wait is found.
+Real ranks take NCCL's ways: their groups are not gloo's to Meshwright, so reductions are scattered by the backend and
+nothing small is packed together.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from meshwright.collective import groups
 from meshwright.collective.transport import as_bytes
@@ -29,6 +32,7 @@ from meshwright.ranks.process_group import Link
 from meshwright.ranks.simulation import Call, Simulation, _Rendezvous
 from meshwright.shard.gradients import reductions
 from meshwright.shard.parameters import host
+from tests.support import streams
 
 Tensor = torch.Tensor
 ENCODED = {"wire_all_gather"}  # what it takes may change at once: it sends a copy
@@ -42,14 +46,14 @@ class LateError(AssertionError):
 
 def spoil(t: Tensor) -> None:
     """Fill memory that nobody may read yet."""
-    with torch.no_grad():
+    with torch.no_grad(), streams.paused():
         t.fill_(float("nan") if t.is_floating_point() or t.is_complex() else (t.dtype is torch.bool or SENTINEL))
 
 
 def bits(t: Tensor) -> Tensor:
     """The bytes of a tensor."""
-    with torch.no_grad():
-        return as_bytes(t.detach())
+    with torch.no_grad(), streams.paused():
+        return as_bytes(t.detach()).clone()
 
 
 class Flight:
@@ -59,14 +63,18 @@ class Flight:
         self.what, self.line = what, runtime.user_line()
         own = {t.data_ptr() for t in writes}
         # Bytes: a copy of bools would not keep those of memory that nobody has written to, as padding is.
-        self.reads = [(t, bits(t).clone()) for t in reads if t.data_ptr() not in own]
+        self.reads = [(t, bits(t)) for t in reads if t.data_ptr() not in own]
         self.writes = [t.detach() for t in writes]
         for t in self.writes:
             spoil(t)
-        self.spoiled = [bits(t).clone() for t in self.writes]
+        self.spoiled = [bits(t) for t in self.writes]
 
     def land(self) -> None:
         """Raise if any of it changed."""
+        with streams.paused():
+            self._compare()
+
+    def _compare(self) -> None:
         for now, before in self.reads:
             if not torch.equal(bits(now), before):
                 raise LateError(f"{self.what}, started at {self.line}: its input changed before the wait")
@@ -86,7 +94,8 @@ def _note(flight: Flight | None) -> None:
 class _Begun:
     """One collective of simulated ranks that this rank has started."""
 
-    def __init__(self, of: LateSimulation, one: _Rendezvous, rank: int, flight: Flight) -> None:
+    def __init__(self, of: LateSimulation, one: _Rendezvous, rank: int, flight: Flight, seen: streams.Clock) -> None:
+        self.seen = seen
         self.of, self.one, self.rank = of, one, rank
         self.flight: Flight | None = flight
 
@@ -102,9 +111,12 @@ class _Begun:
         if self.one.error:
             raise DesyncError(self.one.error)
         flight.land()
+        streams.end(self.seen)
 
     def result(self) -> Any:
-        return self.one.results.pop(self.rank)
+        result = self.one.results.pop(self.rank)
+        streams.came_from(self.seen, result)
+        return result
 
     def __del__(self) -> None:
         _note(self.flight)
@@ -145,8 +157,10 @@ class LateSimulation(Simulation):
         def checked(parts: list[Any]) -> Sequence[Any]:
             if len({n for n, _ in parts}) > 1:
                 raise CollectiveError(f"{call}: ranks {ranks} started {[n for n, _ in parts]} collectives before it")
-            return compute([p for _, p in parts])
+            with streams.paused():
+                return compute([p for _, p in parts])
 
+        streams.end(streams.begin([t for t in tree_leaves(payload) if isinstance(t, Tensor)], []))
         return super().rendezvous(ranks, call, (own, payload), checked)
 
     def start(
@@ -160,19 +174,22 @@ class LateSimulation(Simulation):
         rank = runtime.RT.rank
         number = self.begun[rank, ranks] = self.begun.get((rank, ranks), 0) + 1
         one = self.late.setdefault((ranks, number), _Rendezvous(ranks))
-        one.calls[rank], one.payloads[rank] = call, payload.clone()
+        seen = streams.begin([payload], [] if writes is None else [writes])
+        with streams.paused():
+            one.calls[rank], one.payloads[rank] = call, payload.clone()
         reads = [] if call.kind in ENCODED else [payload]
         flight = Flight(f"{call} over ranks {ranks}", reads, [] if writes is None else [writes])
         if len(one.calls) == len(ranks):
             del self.late[ranks, number]
             self._meet(one, compute)
-        return _Begun(self, one, rank, flight)
+        return _Begun(self, one, rank, flight, seen)
 
     def _meet(self, one: _Rendezvous, compute: Callable[[list[Any]], Sequence[Any]]) -> None:
         aside, self.underway = self.underway, {one.ranks: one}
         waits, self.waits = self.waits, {r: w for r, w in self.waits.items() if w is one}
         try:
-            self._complete(one, compute)
+            with streams.paused():
+                self._complete(one, compute)
         finally:
             self.underway, self.waits = aside, {r: w for r, w in waits.items() if w is not one}
 
@@ -190,7 +207,12 @@ class LateLeaving(host.AsyncOffload):
 
     def __init__(self, t: Tensor, device: str) -> None:
         super().__init__(t, device)
-        self.arriving, self.made = self.made, torch.empty_like(self.made)
+        with streams.paused():
+            self.arriving, self.made = self.made, torch.empty_like(self.made)
+        streams.on_cpu(self.made)
+        if streams.active() is not None:
+            with self.lane:
+                streams.copied(self.lane.reads(t), self.made)
         self.flight: Flight | None = Flight("a copy to the host", [t], [self.made])
 
     def wait(self) -> Tensor:
@@ -198,7 +220,8 @@ class LateLeaving(host.AsyncOffload):
         flight, self.flight = self.flight, None
         if flight is not None:
             flight.land()
-            self.made.copy_(self.arriving)
+            with streams.paused():
+                self.made.copy_(self.arriving)
         return super().wait()
 
 

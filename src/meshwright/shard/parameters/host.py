@@ -49,6 +49,12 @@ def check_place(p: Tensor) -> None:
         )
 
 
+def keep_for(t: Tensor, stream: Any) -> None:
+    """Free the memory of ``t`` no sooner than a stream of CUDA is done with what it was given before."""
+    if t.is_cuda:
+        t.record_stream(stream)
+
+
 class CopyStream:
     """Inside, what is queued for a device runs beside what it computes: on CUDA on a stream of its own.
 
@@ -82,8 +88,8 @@ class CopyStream:
 
     def reads(self, t: Tensor) -> Tensor:
         """A tensor that is not of the lane and is read in it: its memory is kept until then."""
-        if self.cuda and t.is_cuda:
-            t.record_stream(self.side)
+        if self.cuda:
+            keep_for(t, self.side)
         return t
 
     def wait(self, made: Iterable[Tensor] = ()) -> None:
@@ -91,8 +97,7 @@ class CopyStream:
         if self.done is not None:
             self.done.synchronize()
             for t in made:
-                if t.is_cuda:
-                    t.record_stream(torch.cuda.current_stream())
+                keep_for(t, torch.cuda.current_stream())
 
 
 @functools.cache
