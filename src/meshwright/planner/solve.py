@@ -27,6 +27,7 @@ Choice = NDArray[np.unsignedinteger[Any]]  # the best value of a variable, in as
 NEVER = 10**17  # a price that nothing reaches, and sums of tens of which still fit
 _MOST = 1 << 26  # entries of a joined table, beyond which elimination is given up
 _SMALL = 1 << 22
+_SLICE = 1 << 15  # entries of a joined table that are summed at one time
 Scope = tuple[int, ...]
 
 
@@ -215,16 +216,39 @@ class _Elimination:
             self._note(w)
 
     def _joined(self, parts: Sequence[tuple[Scope, Prices]], scope: Scope) -> tuple[Prices, Choice]:
-        total = np.zeros(tuple(self.problem.sizes[w] for w in scope), dtype=np.int64)
+        """The table without the last variable of a scope, and that variable's best values.
+
+        The joined table itself is never whole: it is summed and searched in slices that fit a cache.
+        """
+        shape = tuple(self.problem.sizes[w] for w in scope)
+        every, first = np.zeros((1,) * len(scope), dtype=np.int64), list[Prices]()
         for places, table in parts:
-            shape = [1] * len(scope)
+            wide = [1] * len(scope)
             order = sorted(range(len(places)), key=places.__getitem__)
             for axis in order:
-                shape[places[axis]] = table.shape[axis]
-            total += table.transpose(order).reshape(shape)
-        best = total.argmin(-1)
-        least = np.minimum(np.take_along_axis(total, best[..., None], -1)[..., 0], NEVER)
-        return self.tables.intern(np.asarray(least, dtype=np.int64)), best.astype(np.min_scalar_type(total.shape[-1]))
+                wide[places[axis]] = table.shape[axis]
+            aligned = table.transpose(order).reshape(wide)
+            if len(scope) > 1 and 0 in places:
+                first.append(aligned)
+            else:
+                every = every + aligned  # the same in all slices
+        least = np.empty(shape[:-1], dtype=np.int64)
+        best = np.empty(shape[:-1], dtype=np.min_scalar_type(shape[-1]))
+        if len(scope) == 1:
+            k = int(every.argmin())
+            least[()], best[()] = min(int(every[k]), NEVER), k
+            return self.tables.intern(least), best
+        step = max(1, _SLICE // math.prod(shape[1:]))
+        slices = np.empty((min(step, shape[0]), *shape[1:]), dtype=np.int64)
+        for i in range(0, shape[0], step):
+            total = slices[: min(step, shape[0] - i)]
+            total[...] = every
+            for table in first:
+                total += table[i : i + step]
+            found = total.argmin(-1)
+            best[i : i + step] = found
+            np.minimum(np.take_along_axis(total, found[..., None], -1)[..., 0], NEVER, out=least[i : i + step])
+        return self.tables.intern(least), best
 
     def values(self) -> tuple[int, ...]:
         """Each variable's value, from the last one that was eliminated backwards."""

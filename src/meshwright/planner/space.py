@@ -32,7 +32,6 @@ from .ways import Ways, crowded, parts_of
 
 Tensor = torch.Tensor
 _SMALL = 1 << 20  # bytes of a buffer up to which it is replicated without asking
-_MANY = 3
 _UNLIKE = 2e-5  # seconds that it costs if tensors of the batch are not split alike
 _HELD_PER_SECOND = 1e9  # bytes of a batch that is not split: what it costs to bring them to every rank
 Fits = Mapping[str, Callable[[State], bool]]  # name of a parameter to whether it may have a state
@@ -78,11 +77,9 @@ class Space:
 
     def _read_values(self) -> None:
         learnt = {s.node for s in self.captured.sources if s.kind == "param" and s.fake.requires_grad}
-        self._fed = {s.node for s in self.captured.sources if s.kind == "batch"}
         for node in self.captured.graph.nodes:
-            for names in (learnt, self._fed):
-                if any(n.name in names for n in node.all_input_nodes):
-                    names.add(node.name)
+            if any(n.name in learnt for n in node.all_input_nodes):
+                learnt.add(node.name)
         for key, known in self.graph.states.items():
             floats = known.dtype.is_floating_point or known.dtype.is_complex
             nbytes = math.prod(known.shape) * known.dtype.itemsize
@@ -168,9 +165,12 @@ class Space:
         for value in self.values.values():
             if value.kind and value.maker is None:
                 self._leaf(value)
+        activations = {v.key for v in self.values.values() if v.kind == "param"}  # and what is computed with one
         for op in self.ops:
-            if any(self._shared(self.values[k]) for k in op.outputs):
-                op.ways = op.ways[:1]
+            if any(k in activations for k in op.inputs):
+                activations.update(op.outputs)
+            elif any(len(self.values[k].readers) > 1 for k in op.outputs):
+                op.ways = op.ways[:1]  # tables of positions, masks: a layout would tie together all that read them
             prices = [self._price(op, way) for way in op.ways]
             op.variable = self.problem.variable(prices)
         boundary = self._boundary()
@@ -213,11 +213,6 @@ class Space:
         least = (launch if forward else 0.0) + (launch if backward else 0.0)
         seconds = max((forward + backward) * way.work, least) + way.sent
         return min(round(seconds * PICO) * op.times, NEVER)
-
-    def _shared(self, value: PlannedValue) -> bool:
-        """Whether several ops read a value without a gradient: tables of positions, masks. It is replicated."""
-        few = _MANY if value.key[0] in self._fed else 2
-        return not value.learnt and len(value.readers) >= few
 
     def _leaf(self, value: PlannedValue) -> None:
         whole: State = tuple([INVARIANT] * len(self.sizes))
