@@ -25,6 +25,7 @@ SIZES: dict[str, Any] = {
 KINDS = {
     "qwen3": lambda: transformers.Qwen3Config(head_dim=8, tie_word_embeddings=True, **SIZES),
     "mixtral": lambda: transformers.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **SIZES),
+    "llama": lambda: transformers.LlamaConfig(**(SIZES | {"num_hidden_layers": 4})),  # blocks that repeat
 }
 
 
@@ -80,6 +81,36 @@ def test_equal_to_one_device(folder: Path, kind: str, mesh: dict[str, int], stat
     assert summary.max_rel_loss_diff <= 1e-9
     assert summary.max_rel_grad_diff is not None
     assert summary.max_rel_grad_diff <= 1e-8
+
+
+PLANNED: dict[str, Any] = {"plan": "auto", "hardware": "cpu-gloo"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "more"),
+    [
+        ("llama", BOTH, {}),
+        ("qwen3", {"dp": 3}, {"clip": 0.5}),
+        pytest.param("llama", {"any": 2, "other": 2}, {"lora": 2}, marks=pytest.mark.long),
+        pytest.param("mixtral", BOTH, {}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_a_plan_from_its_own_batch_and_loss(
+    folder: Path, tmp_path: Path, kind: str, mesh: dict[str, int], more: dict[str, Any]
+) -> None:
+    """Planned, trained as on one device, and resumed under the plan that is found again."""
+    if "lora" in more:
+        pytest.importorskip("peft")
+    run = PLANNED | more | {"save": str(tmp_path / "run")}
+    summary, first = simulated(config_for(folder, kind, mesh, **run, steps=2))
+    assert summary.max_rel_loss_diff is not None
+    assert summary.max_rel_loss_diff <= 1e-9
+    assert summary.max_rel_grad_diff is not None
+    assert summary.max_rel_grad_diff <= 1e-8
+    _, rest = simulated(config_for(folder, kind, mesh, **run, steps=3, resume=True, verify=False))
+    _, whole = simulated(config_for(folder, kind, {"dp": 1}, **more, steps=3, verify=False))
+    assert first + rest == pytest.approx(whole, rel=1e-9)
 
 
 def test_exported_resumed_on_another_mesh_and_trained_on(folder: Path, tmp_path: Path) -> None:
@@ -138,6 +169,7 @@ def test_adapters_and_held_out_text(folder: Path, tmp_path: Path, mesh: dict[str
         ({"model": "/none"}, "no configuration can be read"),
         ({"tokenizer": "/none"}, "--tokenizer /none cannot be read"),
         ({"hidden": 32}, "--hidden 32 is of the built-in model"),
+        ({"layouts": "auto", **PLANNED}, "--layouts auto: --plan decides that"),
         ({"data": ()}, "name the text to train on"),
         ({"model": None, "layouts": "auto"}, "--layouts auto is for --model"),
         ({"mesh": (("pp", 2),)}, "no pipelines here"),
@@ -162,6 +194,9 @@ def step(mesh):
     data = torch.utils.data.TensorDataset(x, x[:, :2] * 2)
     layouts = {"0.*": {"tp": mw.Shard(0)}, "2.weight": {"tp": mw.Shard(1)}} if "tp" in mesh.axes else {}
     return model, loss_fn, data, {"layouts": layouts, "evaluate": torch.utils.data.Subset(data, range(7))}
+
+def unplanned(mesh):
+    return step(mesh)[:3]
 
 def other(mesh):
     return None
@@ -190,6 +225,20 @@ def test_what_a_function_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             simulated(replace(config, model=path))
     with pytest.raises(OptionError, match="--lora is for a model of Transformers"):
         replace(config, lora=2)
+
+
+def test_a_plan_for_what_a_function_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "planned_steps.py").write_text(USERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = TrainConfig(
+        mesh=(("dp", 2), ("tp", 2)), model="planned_steps:unplanned", batch=6, steps=3, dtype="float64", verify=True,
+        **PLANNED,
+    )  # fmt: skip
+    summary, _ = simulated(config)
+    assert summary.max_rel_loss_diff is not None
+    assert summary.max_rel_loss_diff <= 1e-9
+    with pytest.raises(OptionError, match="--plan auto: planned_steps:step returns 'layouts' too"):
+        simulated(replace(config, model="planned_steps:step"))
 
 
 def test_tokens_outside_of_the_vocabulary(folder: Path, tmp_path: Path) -> None:

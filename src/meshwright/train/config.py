@@ -47,7 +47,7 @@ FITS = ("best", "cut")
 OF_LIBRARY = ("data", "layouts", "tokenizer", "tokens", "lora")  # options that are for a model of Transformers
 OF_BUILT_IN = (  # options that say what the built-in model is
     "layers", "hidden", "heads", "experts", "experts_per_token", "expert_width", "shared_experts", "tie", "dropout",
-    "packed", "sequence_parallel", "plan",
+    "packed", "sequence_parallel",
 )  # fmt: skip
 OF_BATCH = ("dp", "ep")  # those of them that split its sequences
 # dtype to (loss, gradients): the largest relative differences that rounding explains.  float64 proves the
@@ -497,7 +497,7 @@ class TrainConfig(StepConfig):
         for flag, given in (
             ("--fsdp", self.fsdp), ("--shard-states", self.shard_states),
             ("--sequence-parallel", self.sequence_parallel), ("--offload", self.offload),
-            ("--micro-batches", self.micro_batches),
+            ("--micro-batches", self.micro_batches), ("--layouts", self.layouts),
         ):  # fmt: skip
             if given:
                 raise OptionError(f"{flag} {given}: --plan decides that: leave one of the two out")

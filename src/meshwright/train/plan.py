@@ -13,7 +13,7 @@ Sequence parallelism is a constraint of activations only: the residual stream be
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ import meshwright as mw
 from meshwright.program import Plan
 
 from .config import AUTO_PLAN, TrainConfig, check_axes
+
+if TYPE_CHECKING:
+    from .subject import TrainingSubject
 
 FIRST_OF_A_PAIR = ("*.attention.[qkv]*", "*.mlp.[gu]*")  # qkv, or query, key and value; up, or gate and up
 ROW_SPLIT = ("*.attention.out.weight", "*.mlp.down.weight")
@@ -69,19 +72,18 @@ def plan_for(
     return Plan(layouts, batch, inputs, dict.fromkeys(("tokens", *after), split) | outputs, **more)
 
 
-def planned(config: TrainConfig, mesh: mw.Mesh, model: torch.nn.Module) -> mw.LayoutTable:
+def planned(config: TrainConfig, mesh: mw.Mesh, model: torch.nn.Module, subject: TrainingSubject) -> mw.LayoutTable:
     """The plan of ``--plan``: that of a file, or the one that is found, the same on every rank.
+
+    Args:
+        model: of the subject, on the meta device; its batch and its loss are the subject's too.
 
     Raises:
         LayoutError, PlanError, HardwareError: If there is none, or it was made for something else.
     """
     if config.plan != AUTO_PLAN:
         return mw.load_layouts(str(config.plan))
-    from .model import loss_of
-
-    ids = torch.empty(config.batch, config.seq, dtype=torch.long, device="meta")
     found = mw.plan(
-        model, lambda m, b: loss_of(m, *b), (ids, ids), config.make_optimizer(model), mesh=mesh,
-        hardware=str(config.hardware),
-    )  # fmt: skip
+        model, subject.loss, subject.example(), config.make_optimizer(model), mesh=mesh, hardware=str(config.hardware)
+    )
     return found.plan

@@ -59,6 +59,10 @@ class UsersModel(TrainingSubject):
         for key in said[0] if said else ():
             if key not in known:
                 raise OptionError(f"--model {self.title}: it returned an option {key!r}{near(key, known)}")
+            if self.config.plan is not None and key != "evaluate":
+                raise OptionError(
+                    f"--plan {self.config.plan}: {self.title} returns {key!r} too: leave one of the two out"
+                )
         return model, loss_fn, rows, dict(said[0]) if said else {}
 
     def model(self, device: str | torch.device) -> nn.Module:
