@@ -90,7 +90,7 @@ PLANNED: dict[str, Any] = {"plan": "auto", "hardware": "cpu-gloo"}
     ("kind", "mesh", "more"),
     [
         ("llama", BOTH, {}),
-        ("qwen3", {"dp": 3}, {"clip": 0.5}),
+        pytest.param("qwen3", {"dp": 3}, {"clip": 0.5}, marks=pytest.mark.long),
         pytest.param("llama", {"any": 2, "other": 2}, {"lora": 2}, marks=pytest.mark.long),
         pytest.param("mixtral", BOTH, {}, marks=pytest.mark.long),
     ],

@@ -105,7 +105,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         # Described on the meta device, then made shard by shard with the values that one device would get.
         self.model: nn.Module = subject.model("meta")
-        self.table = None if own is not None else planned(config, mesh, self.model, subject)
+        self.table = None if own is not None else planned(config, mesh, self.model, subject.loss, subject.example())
         self.plan = own or Plan(self.table or {})
         self.lay()
         subject.fill(self.model)

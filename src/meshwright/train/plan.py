@@ -13,17 +13,18 @@ Sequence parallelism is a constraint of activations only: the residual stream be
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 import meshwright as mw
+from meshwright import collective
+from meshwright.errors import PlanError
 from meshwright.program import Plan
+from meshwright.ranks import runtime
 
 from .config import AUTO_PLAN, TrainConfig, check_axes
-
-if TYPE_CHECKING:
-    from .subject import TrainingSubject
 
 FIRST_OF_A_PAIR = ("*.attention.[qkv]*", "*.mlp.[gu]*")  # qkv, or query, key and value; up, or gate and up
 ROW_SPLIT = ("*.attention.out.weight", "*.mlp.down.weight")
@@ -72,18 +73,23 @@ def plan_for(
     return Plan(layouts, batch, inputs, dict.fromkeys(("tokens", *after), split) | outputs, **more)
 
 
-def planned(config: TrainConfig, mesh: mw.Mesh, model: torch.nn.Module, subject: TrainingSubject) -> mw.LayoutTable:
-    """The plan of ``--plan``: that of a file, or the one that is found, the same on every rank.
+def planned(
+    config: TrainConfig, mesh: mw.Mesh, model: torch.nn.Module, loss: Callable[..., torch.Tensor], batch: Any
+) -> mw.LayoutTable:
+    """The plan of ``--plan``: that of a file, or the one that the first rank finds and sends to all.
 
     Args:
-        model: of the subject, on the meta device; its batch and its loss are the subject's too.
+        model: on the meta device; ``loss`` and ``batch``: what it is trained on.
 
     Raises:
         LayoutError, PlanError, HardwareError: If there is none, or it was made for something else.
     """
     if config.plan != AUTO_PLAN:
         return mw.load_layouts(str(config.plan))
-    found = mw.plan(
-        model, subject.loss, subject.example(), config.make_optimizer(model), mesh=mesh, hardware=str(config.hardware)
-    )
-    return found.plan
+    with collective.together(mesh, "planning the step", kind=PlanError) as facts:
+        table: mw.LayoutTable | None = None
+        if runtime.RT.rank == mesh.ranks[0]:
+            optimizer = config.make_optimizer(model)
+            table = mw.plan(model, loss, batch, optimizer, mesh=mesh, hardware=str(config.hardware)).plan
+        found: mw.LayoutTable = facts.exchange("the plan", table)[0]
+    return found
