@@ -120,8 +120,9 @@ RANDOM: tuple[str, ...] = ("none", "dropout", "noise")
 # them; tokens of the first row, which all rows get.
 POSITIONS: tuple[str, ...] = ("none", "expanded", "of the first row")
 
-# Whether the head's weight is the sum of two parameters: autograd gives both the same tensor as gradient.
-HEADS: tuple[str, ...] = ("one weight", "two weights added")
+# Whether a weight is the sum of two parameters, which get the same tensor as gradient from autograd; one of them may be
+# used in the first layer, too.
+HEADS: tuple[str, ...] = ("one weight", "two weights added", "the first weight added")
 
 # Where batches come from; a rank that skips one must be an error.
 LOADERS: tuple[str, ...] = ("tensors", "shard_dataloader", "one rank skips a batch")

@@ -65,6 +65,8 @@ class Net(nn.Module):
             self.places = nn.Embedding(TOKENS, WIDTH)
         if made["head"] == "two weights added":
             self.delta = nn.Parameter(torch.full((CLASSES, WIDTH), 0.1))
+        if made["head"] == "the first weight added":
+            self.delta = nn.Parameter(torch.full((WIDTH, WIDTH), 0.1))
         if made["block"] == "tied":
             self.layers[-1].up.weight = self.enter.weight
         if made["context"] == "frozen":
@@ -113,6 +115,8 @@ class Net(nn.Module):
                 h = h + layer(y, ids)
         if made["head"] == "two weights added":
             return nn.functional.linear(h, self.head.weight + self.delta, self.head.bias)
+        if made["head"] == "the first weight added":
+            h = h + nn.functional.linear(h, self.enter.weight + self.delta)
         return self.head(h)
 
     def _splitting(self) -> contextlib.AbstractContextManager[None]:

@@ -274,3 +274,48 @@ def test_parameters_that_share_a_gradient() -> None:
     mesh = mw.Mesh({"pp": 2, "dp": 2})
     for made in mw.simulate(lambda: stepped(mesh), mesh):
         torch.testing.assert_close(made, stepped(None))
+
+
+class FirstWeightAdded(nn.Module):
+    """A weight of the first stage, used at the last one in a sum with others of both stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.enter(x)
+        for layer in self.layers:
+            h = h + layer(h).tanh()
+        weight = self.head.weight + self.enter.weight + self.layers[0].weight
+        return nn.functional.linear(h, weight, self.head.bias + self.enter.bias)
+
+
+@pytest.mark.parametrize("options", [{}, {"fsdp": "dp"}], ids=str)
+def test_parameters_of_two_stages_that_share_a_gradient(options: dict[str, Any]) -> None:
+    def stepped(mesh: mw.Mesh | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, x = FirstWeightAdded().double(), torch.randn(4, 4, dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+        def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return model(x).square().mean()
+
+        if mesh is None:
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss(model, x).backward()
+                optimizer.step()
+            return [p.detach() for p in model.parameters()]
+        step = mw.compile_step(
+            model, loss, optimizer, x, mesh=mesh, batch={"dp": mw.Shard(0)}, stages={"pp": "layers"},
+            passes=["pipeline:micro_batches=2"], **options,
+        )  # fmt: skip
+        for _ in range(2):
+            step(x)
+        return [mw.unshard(p).detach() for p in model.parameters()]
+
+    mesh = mw.Mesh({"pp": 2, "dp": 2})
+    for made in mw.simulate(lambda: stepped(mesh), mesh):
+        torch.testing.assert_close(made, stepped(None))

@@ -49,6 +49,7 @@ def contributions(program: Program, whole_sums: bool) -> Contributions:
         whole_sums: whether gradients are summed over micro-batches before they are scattered.
     """
     homes = stages_of(program)
+    _separate(program.graph, homes)
     stages, made = _stages(program), dict[fx.Node, Mapping[int, fx.Node]]()
     for node in [n for n in program.graph.nodes if info_of(n).grad_of]:
         home = homes.get(info_of(node).grad_of[0][0])
@@ -78,6 +79,42 @@ def contributions(program: Program, whole_sums: bool) -> Contributions:
             _erase(one)
         made[unsent(node if info_of(node).grad_of else total, whole_sums)] = each
     return made
+
+
+def _separate(graph: fx.Graph, homes: Mapping[str, int]) -> None:
+    """Copy a value that several gradients have in common, of parameters that were added: each sum takes its own.
+
+    Gradients at one stage that are this value, and no sum with others, keep one reduction.
+    """
+    readers: dict[fx.Node, dict[fx.Node | int, dict[fx.Node, None]]] = {}
+    for node in graph.nodes:
+        home = homes.get(info_of(node).grad_of[0][0]) if info_of(node).grad_of else None
+        if home is not None:
+            readers.setdefault(node, {}).setdefault(home, {})
+            for reader, value in _shared(node):
+                by = reader if reader.target is aten.add.Tensor else home
+                readers.setdefault(value, {}).setdefault(by, {})[reader] = None
+    for value, of in readers.items():
+        for users in of.values() if len(of) > 1 else ():
+            if not users:
+                continue
+            with graph.inserting_after(value):
+                info = replace(info_of(value), value=checked_value(value).fresh(new_storage(graph)))
+                own = call(graph, aten.clone.default, (value,), replace(info, grad_of=(), gradient_at=()))
+            for user in users:
+                user.replace_input_with(value, own)
+
+
+def _shared(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Of a gradient, the values with other users that are added up to it, each with what reads it."""
+    if node.target in (aten.add.Tensor, *_KEPT) or is_sum(node):
+        for value in node.all_input_nodes:
+            if of_forward(value) or value.op != "call_function":
+                continue
+            if len(value.users) > 1:
+                yield node, value
+            else:
+                yield from _shared(value)
 
 
 def _cut_behind(node: fx.Node) -> fx.Node:
