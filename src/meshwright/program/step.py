@@ -46,6 +46,7 @@ from .run.peers import Peers, doing
 from .run.pipeline import check_rows, cut_batch
 from .run.proof import Check
 from .run.proofs import Proofs
+from .run.replay import Tell, replay
 from .standalone import sections_of, to_python
 
 if TYPE_CHECKING:
@@ -474,6 +475,17 @@ class CompiledStep:
         cycle.done = (cycle.done + 1) % cycle.calls
         self._proofs.early(cycle.done, cycle.calls, cycle.flush)
         return made
+
+    @torch.inference_mode(False)
+    def replay(self, batch: Any, tell: Tell) -> None:
+        """Run the step on a batch again, without passes and update; ``tell`` is called with each value.
+
+        All ranks call it together.  Nothing that the step owns changes.
+        """
+        for leaves in self._micro_batches(self._structure.leaves(batch)):
+            with torch.enable_grad(), together(self.mesh, self._source.name), forgotten(), interrupts_deferred():
+                made = self._source.record(self._structure.nested(leaves), True, True)
+            replay(made.program, self.carrier, (made.leaves, made.tree), leaves, tell)
 
     def _unchanged(self) -> None:
         if self.optimizer is None or not self.carrier.updates or not self.training:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,7 +28,7 @@ from .config import TrainConfig
 from .evaluate import Evaluation
 from .folder import lock, write_options
 from .library import LibraryModel
-from .not_finite import check_finite
+from .not_finite import Search, blame, check_finite, check_weights, observe_eagerly
 from .options import OptionError
 from .plan import planned
 from .subject import BuiltInModel, TrainingSubject
@@ -157,13 +159,19 @@ class Trainer:
         return sum(losses[1:], losses[0])
 
     def check_finite(self, step: int, loss: float) -> None:
-        """Raises DataError where the step has no numbers; before its update."""
+        """Raises DataError where loss or gradients are not finite; before the update."""
+        if self.config.clip is None:
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            self.norm = nn.utils.get_total_norm(gradients)
+        assert self.norm is not None
 
         def again() -> None:
             self.optimizer.zero_grad()
             self.backward(step, again=True)
 
-        check_finite(step, loss, self.norm, self.mesh, self.model, again, self.taken)
+        search = Search(blame(self.model, self.optimizer))
+        observed = functools.partial(observe_eagerly, model=self.model, batches=self.taken, again=again)
+        check_finite(step, loss, float(self.norm), self.mesh, search, observed)
 
     def loss(self, batch: Any) -> Tensor:
         """Of a batch, by the model as it is."""
@@ -198,6 +206,10 @@ class Trainer:
             torch.cuda.synchronize()
 
 
+# Loss scaling skips an update with gradients that are not finite, on all ranks, and then lowers the scale.
+WHOLE = mw.LossScale(init=1.0, growth_interval=(1 << 31) - 1)
+
+
 class StaticTrainer(Trainer):
     """The same, through a captured step: one program has forward, backward, clipping and update in it."""
 
@@ -222,17 +234,30 @@ class StaticTrainer(Trainer):
             gradients=config.verify,
             passes=config.pass_manager(),
             precision=config.policy,
+            loss_scale=WHOLE,
         )
 
     def check_finite(self, step: int, loss: float) -> None:
-        """Raises DataError where the loss is no number; the update was made."""
-        check_finite(step, loss, None, self.mesh, self.model, None, ())
+        """Raises DataError where loss or gradients are not finite; the program left the update out."""
+        scale = self.step.loss_scale
+        assert scale is not None
+        overflow = float(scale) < WHOLE.init  # the same on all ranks: the program reduces a flag over them
+
+        def again(search: Search) -> None:
+            torch.manual_seed(step_seed(self.config, step))
+            for i, batch in enumerate(self.taken):
+                search.where = f" in micro-step {i + 1}" if len(self.taken) > 1 else ""
+                self.step.replay(batch, search.see)
+
+        search = Search(blame(self.model, self.optimizer))
+        check_finite(step, loss, math.nan if overflow else 0.0, self.mesh, search, again, updated=not overflow)
 
     def backward(self, step: int, again: bool = False) -> Tensor:
         """One whole step, its update too; with verification the gradients that it updated with stay."""
         config = self.config
         torch.manual_seed(step_seed(config, step))
-        losses = [self.step(next(self.batches)) for _ in range(config.accumulate)]
+        self.taken = [next(self.batches) for _ in range(config.accumulate)]
+        losses = [self.step(batch) for batch in self.taken]
         total: Tensor = sum(losses[1:], losses[0]) / config.accumulate
         return total
 
@@ -322,6 +347,7 @@ def _train(config: TrainConfig, mesh: mw.Mesh, emit: Emit) -> Summary:
             told["eval_loss"] = evaluation()
         tell("step", {**told, "collectives": traffic.kinds, "bytes": traffic.bytes})
         if store is not None and _is_saved(config, step + 1):
+            check_weights(step, mesh, trainer.model, trainer.optimizer)
             saved = store.save(step + 1, **trainer.parts())
     if saved is not None:
         saved.wait()

@@ -6,6 +6,7 @@ A new option of a command is one such field; ``meshwright.cli.options`` makes th
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -38,7 +39,7 @@ class Allowed:
 
 COUNT = Allowed(lambda n: n >= 1, "at least 1")
 NATURAL = Allowed(lambda n: n >= 0, "at least 0")
-POSITIVE = Allowed(lambda x: x > 0, "a positive number")
+POSITIVE = Allowed(lambda x: 0 < x < math.inf, "a positive number")
 PROBABILITY = Allowed(lambda p: 0 <= p < 1, "a probability in [0, 1)")
 
 

@@ -26,6 +26,7 @@ from ..ir.strides import LAID, Strides, laid, with_strides
 
 Tensor = torch.Tensor
 Runner = Callable[[Sequence[Tensor]], list[Tensor]]
+Watch = Callable[[fx.Node], "tuple[Any, ...] | None"]
 
 _PER_LINE = 12
 
@@ -73,13 +74,18 @@ class Compiled:
 
         return run
 
-    def once(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run it for one size, without making the code that further runs would have."""
+    def once(self, inputs: Sequence[Tensor], watch: Watch | None = None) -> list[Tensor]:
+        """Run it for one size, without making the code that further runs would have.
+
+        Args:
+            watch: as of :func:`python_of`.
+        """
         if autocast.active():  # its casts are nodes
             with torch.autocast(self.program.mesh.device, enabled=False):
-                return self.once(inputs)
+                return self.once(inputs, watch)
+        body = self._body(None) if watch is None else _compiled(self.program, watch, 0, False)
         with torch.no_grad(), compat.AutoDispatchBelowAutograd():
-            return self._body(None)(inputs)
+            return body(inputs)
 
     def _body(self, odd: frozenset[str] | None) -> Callable[..., list[Tensor]]:
         """The code; without ``odd`` it finds out.  While somebody profiles, collectives in it say what they are for."""
@@ -102,9 +108,6 @@ class Compiled:
         if made is not t:
             self._odd.add(name)
         return made
-
-
-Watch = Callable[[fx.Node], "tuple[Any, ...] | None"]
 
 
 def _compiled(program: Program, watch: Watch, variables: int, profiled: bool) -> Callable[..., list[Tensor]]:
