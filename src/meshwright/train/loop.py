@@ -28,7 +28,7 @@ from .config import TrainConfig
 from .evaluate import Evaluation
 from .folder import lock, write_options
 from .library import LibraryModel
-from .not_finite import Search, blame, check_finite, check_weights, observe_eagerly
+from .not_finite import NotFiniteSearch, blame, check_finite, check_weights, observe_eagerly
 from .options import OptionError
 from .plan import planned
 from .subject import BuiltInModel, TrainingSubject
@@ -169,7 +169,7 @@ class Trainer:
             self.optimizer.zero_grad()
             self.backward(step, again=True)
 
-        search = Search(blame(self.model, self.optimizer))
+        search = NotFiniteSearch(blame(self.model, self.optimizer))
         observed = functools.partial(observe_eagerly, model=self.model, batches=self.taken, again=again)
         check_finite(step, loss, float(self.norm), self.mesh, search, observed)
 
@@ -243,13 +243,13 @@ class StaticTrainer(Trainer):
         assert scale is not None
         overflow = float(scale) < WHOLE.init  # the same on all ranks: the program reduces a flag over them
 
-        def again(search: Search) -> None:
+        def again(search: NotFiniteSearch) -> None:
             torch.manual_seed(step_seed(self.config, step))
             for i, batch in enumerate(self.taken):
                 search.where = f" in micro-step {i + 1}" if len(self.taken) > 1 else ""
                 self.step.replay(batch, search.see)
 
-        search = Search(blame(self.model, self.optimizer))
+        search = NotFiniteSearch(blame(self.model, self.optimizer))
         check_finite(step, loss, math.nan if overflow else 0.0, self.mesh, search, again, updated=not overflow)
 
     def backward(self, step: int, again: bool = False) -> Tensor:

@@ -29,7 +29,7 @@ class _First(NamedTuple):
     text: str = ""
 
 
-class Search:
+class NotFiniteSearch:
     """Looks at what a step computes for the first NaN and the first infinity.
 
     Args:
@@ -78,7 +78,7 @@ class Search:
 
 
 def check_finite(
-    step: int, loss: float, norm: float, mesh: Mesh, search: Search, again: Callable[[Search], None],
+    step: int, loss: float, norm: float, mesh: Mesh, search: NotFiniteSearch, again: Callable[[NotFiniteSearch], None],
     updated: bool = False,
 ) -> None:  # fmt: skip
     """Raise where the loss of a step, or the norm of its gradients, is not finite.
@@ -101,7 +101,7 @@ def check_finite(
     raise DataError(f"{what}; first there was {first}. The update was {'' if updated else 'not '}made. {SAVED}")
 
 
-def observe_eagerly(search: Search, model: nn.Module, batches: Any, again: Callable[[], None]) -> None:
+def observe_eagerly(search: NotFiniteSearch, model: nn.Module, batches: Any, again: Callable[[], None]) -> None:
     """Show a search what an eager step computes."""
     owned = [*model.named_parameters(), *model.named_buffers()]
     names = {id(t): name for name, t in owned if not name.endswith(RUNNING)}
@@ -155,4 +155,4 @@ def check_weights(step: int, mesh: Mesh, model: nn.Module, optimizer: Any) -> No
                 )
 
 
-__all__ = ["Search", "blame", "check_finite", "check_weights", "observe_eagerly"]
+__all__ = ["NotFiniteSearch", "blame", "check_finite", "check_weights", "observe_eagerly"]
