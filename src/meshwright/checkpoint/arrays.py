@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..layout.pieces import Box, inside
+from ..layout.pieces import Box, far_apart, inside
 from ..untrusted_files import making_sense, open_regular
 
 Tensor = torch.Tensor
@@ -140,7 +140,8 @@ def read_box(shape: tuple[int, ...], dtype: torch.dtype, box: Box, into: Tensor,
     if not shape:
         shape, box, into = (1,), ((0, 1),), into.view(1)
     plain = into.dtype is dtype and into.device.type == "cpu" and not into.is_conj() and not into.is_neg()
-    for part, dim, at in slabs(shape, box, dtype.itemsize):
+    dense = far_apart(shape, [b - a for a, b in box], dtype.itemsize)
+    for part, dim, at in slabs(shape, box, dtype.itemsize, dense=dense):
         place, rows = inside(into, part, box), part[dim][1] - part[dim][0]
         inner = shape[dim + 1 :]
         whole = all(part[d] == (0, n) for d, n in enumerate(inner, dim + 1))

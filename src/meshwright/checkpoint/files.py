@@ -17,13 +17,12 @@ import torch
 from xxhash import xxh3_64_intdigest as digest  # ten times as fast as zlib's CRC32: a load is not kept by it
 
 from ..errors import CheckpointError
-from ..layout.pieces import Box, inside
+from ..layout.pieces import BLOCK, Box, inside  # a checksum covers a block; blocks begin with each tensor
 from ..untrusted_files import making_sense
 from .arrays import DTYPES, NAMES, STRETCH, OpenFile, bytes_of, read_box, slabs
 
 Tensor = torch.Tensor
 
-BLOCK = 1 << 16  # bytes that a checksum covers; they begin with each tensor
 NEAR = 1 << 20  # bytes that stay in a processor's cache; a multiple of any block
 OFFSETS = "DCP_SHARDING_INFO"  # how torch's HuggingFaceStorageReader finds out where a part begins
 SUMS = "meshwright"
@@ -337,4 +336,4 @@ class TensorFile(OpenFile):
         read_box(shape, DTYPES[entry["dtype"]], local, into, partial(self._checked, name))
 
 
-__all__ = ["DISK", "Disk", "Line", "NewFiles", "Part", "TensorFile", "as_stored", "header_of", "write_file"]
+__all__ = ["BLOCK", "DISK", "Disk", "Line", "NewFiles", "Part", "TensorFile", "as_stored", "header_of", "write_file"]

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from .. import collective
 from ..dispatch import disabled
 from ..errors import CheckpointError, MeshwrightError
 from ..layout import Spec
@@ -61,7 +62,7 @@ def load(folder: Path, step: int | None, roles: Roles, mesh: Mesh) -> Loaded | N
         mesh, f"load {path}", lambda: plan_restore(roles, manifest, mesh), lambda made: specs_of(made.targets),
         DIFFERENT, SAME,
     )  # fmt: skip
-    reader = Reader(path, manifest)
+    reader = Reader(path, manifest, collective.on_one_machine(mesh))
     try:
         read_targets(restore.targets, reader, mesh, f"load {path}")
     finally:
@@ -207,10 +208,12 @@ class Reader:
     Attributes:
         shapes: name of a tensor of the model to shape and dtype.
         aliases: further names of tensors.
+        one_machine: the ranks that read are on one machine.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, one_machine: bool = False) -> None:
         self.path, self.manifest, self.aliases = path, manifest, manifest.aliases
+        self.one_machine = one_machine
         own = {n: s for n, s in manifest.tensors.items() if not n.startswith((OPTIMIZER, OTHERS))}
         self.shapes = {name: (tuple(spec.shape), spec.dtype) for name, spec in own.items()}
         self.files: dict[str, TensorFile] = {}
@@ -231,7 +234,7 @@ class Reader:
 
     def spec_of(self, target: Target) -> Spec:
         """How a target is read."""
-        return read_spec(self.manifest.tensors[target.name], target.spec)
+        return read_spec(self.manifest.tensors[target.name], target.spec, self.one_machine)
 
     def fill(self, name: str, box: Box, value: Tensor) -> None:
         """Fill a tensor of the size of ``box`` with that part of a saved one."""

@@ -34,7 +34,7 @@ from .graph import (
 from .groups import Group, connect, group, override_group
 from .host_tensors import from_elsewhere, silent
 from .kinds import ADDS, Cut, Kind, rounds
-from .messages import StoreMailbox, leave_with, watch_over
+from .messages import StoreMailbox, leave_with, on_one_machine, watch_over
 from .ops import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -140,6 +140,7 @@ __all__ = [
     "meeting",
     "mesh_of_text",
     "mesh_text",
+    "on_one_machine",
     "op_range",
     "override_group",
     "permute",

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import CollectiveError
+from ..failures import process
 from ..failures.watchdog import Endpoint, Watcher, addresses, here, listen
 from ..mesh import Mesh
 from ..ranks import runtime
@@ -109,10 +110,25 @@ def watch_over(mesh: Mesh, patience: float) -> None:
     rt.watcher = Watcher(rt.rank, dict(zip(mesh.ranks, found, strict=True)), server, patience)
 
 
+def on_one_machine(mesh: Mesh) -> bool:
+    """Whether all ranks of a mesh are processes of one running system; asked once, by all together.
+
+    Simulated ranks stand for those of any machines.
+    """
+    rt = runtime.RT
+    if mesh.size == 1 or rt.sim is not None:
+        return mesh.size == 1
+    key = "on one machine", mesh.ranks
+    if key not in rt.groups:
+        rt.groups[key] = len(set(all_gather_object(process.machine(), group(mesh)))) == 1
+    answer: bool = rt.groups[key]
+    return answer
+
+
 def leave_with(error: BaseException) -> None:
     """Tell the others that this rank leaves with an error that is caught further up: they need not wait for its end."""
     if runtime.RT.watcher is not None:
         runtime.RT.watcher.tell(error)
 
 
-__all__ = ["StoreMailbox", "leave_with", "watch_over"]
+__all__ = ["StoreMailbox", "leave_with", "on_one_machine", "watch_over"]

@@ -15,6 +15,10 @@ from . import At, Replicate, Shard, Spec, chunk_bounds
 Box = tuple[tuple[int, int], ...]  # per dim the first and last + 1 global index
 FEW = 1 << 22  # bytes that a rank may hold beside what it has
 SMALL = 1 << 16  # bytes that are not worth another rank: one writes them all, each that needs them reads them
+BLOCK = 1 << 16  # bytes of a file that are read and checked together
+# Bytes that a rank may read, as a multiple of its share, in place of an exchange: anywhere, and where the ranks have
+# one page cache, from which the second rank gets what the first has read.
+EXTRA, EXTRA_ON_ONE_MACHINE = 1.25, 2.5
 
 
 class Piece(NamedTuple):
@@ -158,13 +162,17 @@ def difference(box: Box, other: Box) -> Iterator[Box]:
 # ---------------------------------------------------------------------------------------------- reading
 
 
-def read_spec(stored: Spec, target: Spec) -> Spec:
+def read_spec(stored: Spec, target: Spec, one_machine: bool = False) -> Spec:
     """How a tensor is read that is then converted to ``target``: so that each byte is read once, in whole rows.
 
     Ranks that are to hold the same read a part each.  A target that cuts across the rows of what was stored is read by
-    rows, which lie together in any file, and rearranged between the ranks.
+    rows, which lie together in any file, and rearranged between the ranks.  Where reading ``target`` itself costs few
+    bytes more, nothing is exchanged.
+
+    Args:
+        one_machine: the ranks read through one page cache.
     """
-    target = target.with_(layout=target.layout.without_blocks()) if target.layout.blocks else target
+    given, target = target, target.with_(layout=target.layout.without_blocks()) if target.layout.blocks else target
     if target.mesh.size == 1 or target.nbytes <= SMALL or not target.ndim:
         return target
     layout = target.layout
@@ -172,7 +180,32 @@ def read_spec(stored: Spec, target: Spec) -> Spec:
     for axis, placement in enumerate(target.layout.placements):
         if target.mesh.sizes[axis] > 1 and (by_rows or isinstance(placement, Replicate)):
             layout = layout.replace(axis, Shard(0))
+    most = (EXTRA_ON_ONE_MACHINE if one_machine else EXTRA) * target.nbytes / target.mesh.size
+    if layout != target.layout and target is given and bytes_to_read(stored, target) <= most:
+        return target
     return target.with_(layout=layout)
+
+
+@lru_cache(maxsize=4096)
+def bytes_to_read(stored: Spec, target: Spec) -> int:
+    """About how many bytes the rank reads that holds most of a target, with all of their blocks."""
+    box, total = tuple(target.layout.local_bounds(target.shape, _first(target))), 0
+    for _, piece in overlapping(stored, box, 0):
+        lengths, wanted = [b - a for a, b in piece], [b - a for a, b in common(piece, box)]
+        below = [stored.dtype.itemsize * math.prod(lengths[d + 1 :]) for d in range(len(lengths))]
+        if far_apart(lengths, wanted, stored.dtype.itemsize):
+            d = max(d for d, n in enumerate(lengths) if wanted[d] != n)
+            total += math.prod(wanted[:d]) * (wanted[d] * below[d] + BLOCK)
+        else:
+            d = next((d for d, size in enumerate(below) if size <= FEW), len(lengths) - 1)
+            total += math.prod(wanted[: d + 1]) * below[d]
+    return total
+
+
+def far_apart(shape: Sequence[int], lengths: Sequence[int], itemsize: int) -> bool:
+    """Whether more bytes lie between the stretches of a box of an array than in the blocks at both ends of one."""
+    cut = max((d for d, n in enumerate(shape) if lengths[d] != n), default=0)
+    return cut > 0 and (shape[cut] - lengths[cut]) * itemsize * math.prod(shape[cut + 1 :]) >= 2 * BLOCK
 
 
 def stretches(spec: Spec) -> list[tuple[int, Spec]] | None:
@@ -199,6 +232,6 @@ def _edges(spec: Spec, dim: int) -> frozenset[int]:
 
 
 __all__ = [
-    "FEW", "SMALL", "Box", "Piece", "common", "difference", "inside", "nothing", "overlapping", "own_piece",
-    "read_spec", "replica", "stretches",
+    "BLOCK", "FEW", "SMALL", "Box", "Piece", "bytes_to_read", "common", "difference", "far_apart", "inside", "nothing",
+    "overlapping", "own_piece", "read_spec", "replica", "stretches",
 ]  # fmt: skip
