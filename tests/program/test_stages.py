@@ -218,3 +218,37 @@ def test_a_stage_without_work_is_told() -> None:
 
     with pytest.warns(UserWarning, match=r"stage 0 of 'pp' has 0.0% of the work .*, or say stages=\{'pp': \"auto\"\}"):
         mw.simulate(run, mw.Mesh({"pp": 2}))
+
+
+class Places(torch.nn.Module):
+    """Positions are made of a parameter alone, and enter at the first stage; their weight is read at the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.layers = torch.nn.Embedding(3, 4), torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in "ab")
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + self.places(torch.arange(3))
+        for layer in self.layers:
+            h = layer(h).tanh()
+        return torch.nn.functional.linear(h, self.places.weight)
+
+
+def test_a_parameter_is_where_it_is_first_used() -> None:
+    def run() -> Any:
+        torch.manual_seed(0)
+        model, mesh = Places().double(), mw.Mesh({"pp": 2})
+        step = mw.compile_step(
+            model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.5), x, mesh=mesh,
+            stages={"pp": "layers"},
+        )  # fmt: skip
+        return step(x).item(), model.places.weight.placements, mw.unshard(model.places.weight).detach()
+
+    x = torch.rand(2, 3, 4, dtype=torch.float64)
+    torch.manual_seed(0)
+    model = Places().double()
+    loss = model(x).square().mean()
+    loss.backward()
+    for got, placements, weight in mw.simulate(run, mw.Mesh({"pp": 2})):
+        assert got == pytest.approx(loss.item()) and placements == (mw.At(0),)
+        torch.testing.assert_close(weight, (model.places.weight - 0.5 * model.places.weight.grad).detach())

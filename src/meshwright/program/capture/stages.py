@@ -92,8 +92,8 @@ def stages_of(
 class _Followed:
     """Stages of what no module is said of: by the values that come from the batch.
 
-    What is made of parameters alone, a penalty say, is where they are; it says nothing of where they belong, unless
-    they have no other use.
+    What is made of parameters alone, a penalty say, is where they are; they belong where they, or what is made of
+    them alone, are first used.
     """
 
     def __init__(self, captured: Captured, modules: _Modules | None, stages: int) -> None:
@@ -131,7 +131,7 @@ class _Followed:
             users = [u for node in nodes for u in node.users if u in self.at]
             if len(names[name]) > 1:  # modules of which nothing is said have it, too
                 said += [self.at[u] for u in users if said and self._said(u) is None]
-            at = said or [self.at[u] for u in users] or [s for node in nodes for s in self._taken(node)]
+            at = said or [*(self.at[u] for u in users), *(s for node in nodes for s in self._taken(node))]
             self.params[name] = min(at, default=0)
             self.at.update(dict.fromkeys(nodes, self.params[name]))
 
