@@ -133,6 +133,8 @@ def test_pairs_find_what_was_wrong_once(defect: str) -> None:
         {"mode": "pipeline", "block": "tied", "layouts": "Partial", "mesh": "cp=2", "storage": "offload"},
         {"mode": "pipeline", "head": "two weights added", "storage": "fsdp"},
         {"mode": "captured", "update": "Adagrad", "initial": "meta"},
+        {"mode": "stages", "loss": "gradient penalty", "positions": "expanded"},
+        {"context": "every layer checkpointed", "precision": "autocast", "storage": "fsdp", "mesh": "tp=2"},
     ],
     ids=lambda values: ", ".join(values.values()),
 )

@@ -250,5 +250,6 @@ def test_a_parameter_is_where_it_is_first_used() -> None:
     loss = model(x).square().mean()
     loss.backward()
     for got, placements, weight in mw.simulate(run, mw.Mesh({"pp": 2})):
-        assert got == pytest.approx(loss.item()) and placements == (mw.At(0),)
+        assert got == pytest.approx(loss.item())
+        assert placements == (mw.At(0),)
         torch.testing.assert_close(weight, (model.places.weight - 0.5 * model.places.weight.grad).detach())
