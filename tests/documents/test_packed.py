@@ -21,7 +21,7 @@ import meshwright as mw
 from meshwright.documents import tokens
 from meshwright.documents.fingerprints import fingerprint
 from meshwright.documents.packing import best_fit
-from meshwright.errors import DataError
+from meshwright.errors import DataError, ExtraError
 
 
 def written(folder: Path, texts: list[str], name: str = "a.jsonl") -> str:
@@ -290,7 +290,6 @@ def test_packed_loss_is_that_of_documents_one_by_one(tmp_path: Path, kind: str) 
         ("a.jsonl", "\n\n", "has no tokens"),
         ("a.jsonl", '{"text": "ab\\ud800"}\n', r"no Unicode text, at 'ab\\\\ud800': mend or drop it"),
         ("a.txt", "", "is empty"),
-        ("a.parquet", "x", "Parquet is not read"),
         ("", "", "is a folder"),
         ("missing.txt", None, "no such file"),
     ],
@@ -300,6 +299,39 @@ def test_bad_files_are_named(tmp_path: Path, name: str, text: str | None, messag
         (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=message):
         mw.Packed([tmp_path / name], length=4, folder=tmp_path)
+
+
+def test_parquet_and_arrow_are_rows_of_text(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = [text + "!" for text in texts_of(300)]
+    table = arrow.table({"id": list(range(300)), "body": texts})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=64)
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "dataset_info.json").write_text("{}")
+    with arrow.OSFile(str(tmp_path / "saved" / "a.arrow"), "wb") as out, arrow.ipc.new_stream(out, table.schema) as to:
+        to.write_table(table, max_chunksize=50)
+    want = mw.Packed([written(tmp_path, texts)], length=64, folder=tmp_path)
+    for path in (tmp_path / "a.parquet", tmp_path / "saved" / "a.arrow"):
+        data = mw.Packed([path], length=64, column="body", folder=tmp_path)
+        assert len(data) == len(want)
+        assert all(torch.equal(data[i]["input_ids"], want[i]["input_ids"]) for i in range(len(want)))
+        with pytest.raises(DataError, match=r"has no column 'text' \(it has 'id', 'body'\). Pass column="):
+            mw.Packed([path], length=64, folder=tmp_path)
+        with pytest.raises(DataError, match=r"row 1: 'id' is 0, no text. Drop the row"):
+            mw.Packed([path], length=64, column="id", folder=tmp_path)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        with pytest.raises(DataError, match=rf"{path.name} is damaged, or no (Parquet|Arrow) file \("):
+            mw.Packed([path], length=32, column="body", folder=tmp_path)
+    with pytest.raises(DataError, match=r"saved is a folder: name the files in it, e.g. .*saved.\*\.arrow"):
+        mw.Packed([tmp_path / "saved"], length=64, folder=tmp_path)
+
+
+def test_parquet_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ExtraError, match=r"a.parquet needs pyarrow: pip install 'meshwright\[data\]'"):
+        mw.Packed([tmp_path / "a.parquet"], length=4, folder=tmp_path)
 
 
 def test_bad_arguments_and_a_damaged_folder(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def train(
 ) -> None:  # fmt: skip
     """Train a byte-level GPT on real text, across a mesh of processes.
 
-    With --model DIR: a causal language model of Transformers, on text or JSONL that is packed into rows.
+    With --model DIR: a causal language model of Transformers, on text, JSONL or Parquet, packed into rows.
 
     Starts one process per place in the mesh on this machine, or joins those that torchrun, mpirun or srun started.
 

@@ -22,25 +22,27 @@ IGNORED = -100  # what cross_entropy leaves out
 
 
 class Packed(Dataset[dict[str, Tensor]]):
-    """Documents of text or JSONL files, packed into rows of `length` tokens.
+    """Documents of text, JSONL or Parquet files, packed into rows of `length` tokens.
 
     A row is a dict of `input_ids`, `labels` (not shifted, -100 for the first token of each document and for padding)
     and `position_ids`, which start again with each document: Hugging Face models then let no document attend to
     another (`use_cache=False`). Files are tokenized once, into a folder from which all processes map them.
 
     Args:
-        files: Names of files. Each line of `.jsonl` is a document, `{"text": ...}`; any other file is one document.
+        files: Names of files. Each line of `.jsonl` is a document, `{"text": ...}`, and each row of `.parquet` or
+            `.arrow` (with `meshwright[data]`); any other file is one document.
         tokenizer: Of `transformers` or `tokenizers`, or a function from text to ids; `None`: bytes of the text are ids.
         length: Tokens in a row.
         fit: `"best"` packs whole documents, the longest first, in blocks of 4,096; `"cut"` cuts the documents one after
             the other into rows.
         end: Token put after each document. Default: the tokenizer's `eos_token_id`, if it has one.
-        column: Key of the text in JSONL.
+        column: Key of the text in JSONL, or its column.
         folder: Where tokens are written. Default: `~/.cache/meshwright/tokens`.
         documents: Whether rows have `document_ids` too, for [attention][meshwright.attention].
 
     Raises:
         DataError: If a file is missing, empty or corrupt (the error names file and line), or an argument is invalid.
+        ExtraError: If a file needs pyarrow, which is not installed.
 
     Examples:
         ```python

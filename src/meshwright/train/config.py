@@ -377,6 +377,9 @@ class TrainConfig(StepConfig):
         "best", "--fit", TRAINING,
         f"With --model: how documents are packed into rows of --seq tokens, one of {', '.join(FITS)}.", one_of(FITS),
     )  # fmt: skip
+    column: str = option(
+        "text", "--column", TRAINING, "With --model: key of JSONL, or column of Parquet, with the text."
+    )
     tokens: str | None = option(
         None, "--tokens", TRAINING, "With --model: folder for the tokens of --data.",
         unset="~/.cache/meshwright/tokens", metavar="DIR",

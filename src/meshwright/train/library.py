@@ -46,7 +46,9 @@ class LibraryModel(TrainingSubject):
 
     def _packed(self, files: tuple[str, ...]) -> Packed:
         config = self.config
-        return Packed(files, self.tokenizer, length=config.seq, fit=config.fit, folder=config.tokens)
+        return Packed(
+            files, self.tokenizer, length=config.seq, fit=config.fit, column=config.column, folder=config.tokens
+        )
 
     def held_out(self) -> Dataset[Any]:
         data = self._packed(self.config.evaluate)
