@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 demo: setup  ## train a small model on 2 x 2 processes and compare it with one device
-	$(ONE_THREAD) $(BIN)/meshwright train --mesh dp=2,tp=2 --steps 50 --verify
+	$(ONE_THREAD) $(BIN)/meshwright train --model example --mesh dp=2,tp=2 --dtype float64 --steps 30 --verify
 
 test: setup  ## the tests, and which ten took longest
 	$(PYTEST) --durations 10

@@ -241,6 +241,18 @@ def test_a_plan_for_what_a_function_returns(tmp_path: Path, monkeypatch: pytest.
         simulated(replace(config, model="planned_steps:step"))
 
 
+def test_the_example_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    summary, _ = simulated(
+        TrainConfig(model="example", mesh=(("dp", 2),), dtype="float64", verify=True, steps=2, tokens=str(tmp_path))
+    )
+    assert summary.max_rel_loss_diff is not None
+    assert summary.max_rel_loss_diff <= 1e-9
+    (tmp_path / "example").mkdir()  # a folder of the user's comes first
+    with pytest.raises(OptionError, match="--model example: name the text to train on"):
+        TrainConfig(model="example")
+
+
 def test_tokens_outside_of_the_vocabulary(folder: Path, tmp_path: Path) -> None:
     transformers.Qwen3Config(head_dim=8, **{**SIZES, "vocab_size": 100}).save_pretrained(tmp_path / "few")
     with pytest.raises(OptionError, match="vocabulary of 100, and text read as bytes gave token 119"):

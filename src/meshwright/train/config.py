@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import MeshError, PassError, near
@@ -44,6 +45,7 @@ AXES = {  # of the plan of the built-in models
     STAGES: "spreads the blocks",
 }
 FITS = ("best", "cut")
+EXAMPLE = "example"  # of --model: a folder of the package, with text
 OF_LIBRARY = ("data", "layouts", "tokenizer", "tokens", "lora")  # options that are for a model of Transformers
 OF_BUILT_IN = (  # options that say what the built-in model is
     "layers", "hidden", "heads", "experts", "experts_per_token", "expert_width", "shared_experts", "tie", "dropout",
@@ -362,7 +364,7 @@ class TrainConfig(StepConfig):
     model: str | None = option(
         None, "--model", MODEL,
         "Train a causal language model of Transformers: a directory with config.json, and weights if it has any. Or "
-        "what a function returns: (model, loss_fn, dataset).",
+        "what a function returns: (model, loss_fn, dataset). Or example, which comes with the package.",
         unset="the byte-level GPT", metavar="DIR|MODULE:FUNCTION",
     )  # fmt: skip
     layouts: str | None = option(
@@ -454,6 +456,10 @@ class TrainConfig(StepConfig):
     def __post_init__(self) -> None:
         """Raises OptionError, MeshError or PassError, naming the option and what would be right."""
         super().__post_init__()
+        if self.model == EXAMPLE and not os.path.exists(EXAMPLE):
+            folder = Path(__file__).parent / EXAMPLE
+            object.__setattr__(self, "model", str(folder))
+            object.__setattr__(self, "data", self.data or (str(folder / "text.jsonl"),))
         self._check_plan()
         if self.plan is None:
             check_axes(self.make_mesh())
