@@ -259,6 +259,10 @@ def test_what_is_fixed_stays_and_why_prices_it() -> None:
     assert free.bytes + why.bytes == found.bytes
     with pytest.raises(PlanError, match="no parameter"):
         free.why("nothing", {"tp": mw.Shard(0)})
+    again = free.replan(fix)
+    assert again.phases.keys() == {"solve", "build"}, "neither captured nor priced again"
+    assert (dict(again.plan), again.measured) == (dict(found.plan), found.measured)
+    assert again.check() == {}
 
 
 def test_tables_of_layouts_stay_as_they_were(tmp_path: Path) -> None:

@@ -133,6 +133,36 @@ def test_a_pinned_variable_keeps_its_value() -> None:
     assert solve(problem) == solve(problem)
 
 
+def test_eliminations_are_forgotten_and_done_again() -> None:
+    problem = drawn(random.Random(7), 12, 4, 3, never=0.0)
+    first = solve(problem)
+    problem.tables.forget(0)
+    assert not problem.tables.eliminated
+    for v in range(12):
+        assert solve(problem.pinned({v: [first.values[v]]})).price == first.price
+        problem.tables.forget(0)
+    assert solve(problem).values == first.values
+
+
+def test_a_join_in_slices_is_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = [drawn(random.Random(seed), 10, 6, 6) for seed in range(20)]
+
+    def optima() -> list[Any]:
+        made = []
+        for p in problems:
+            p.tables.forget(-1)
+            try:
+                made.append(solve(p).values)
+            except PlanError:
+                made.append(None)
+        return made
+
+    whole = optima()
+    for entries in (1, 7, 40):
+        monkeypatch.setattr("meshwright.planner.solve._SLICE", entries)
+        assert optima() == whole
+
+
 def test_tables_that_do_not_fit_are_refused() -> None:
     problem = Problem()
     a, b = problem.variable([0, 1]), problem.variable([0, 1, 2])

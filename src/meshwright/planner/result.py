@@ -18,6 +18,7 @@ from ..machines import Hardware, bytes_from, hardware
 from ..mesh import Mesh
 from ..program import Plan
 from ..program.capture.export import LossFn
+from ..program.capture.shared_export import reusing
 from ..shard.parameters.made_for import model_words
 from .emit import Layouts, table_of
 from .measure import Measured, TrainedStep, measure, program_of
@@ -104,6 +105,11 @@ class FoundPlan:
             PlanError: If the glob matches nothing, or an axis does not exist.
         """
         search, chosen = self.search, self.chosen.layouts
+        if chosen.inner and chosen.axes[0] in placement:
+            raise PlanError(
+                f"why: axis {chosen.axes[0]!r}: {chosen.axes[0]} and {chosen.axes[1]} are one axis of the batch, of "
+                f"which only {chosen.axes[1]} shards storage. Ask for {{{chosen.axes[1]!r}: ...}}, or plan with mesh=."
+            )
         axes, sizes = chosen.axes[1:] if chosen.inner else chosen.axes, chosen.space.sizes
         mesh = Mesh(dict(zip(axes, sizes, strict=True)))
         pinned = search.fixing(mesh, {**search.fix, pattern: placement})
@@ -122,6 +128,18 @@ class FoundPlan:
             f"{in_bytes(self.memory)}"
         )
         return Why(pattern, placement, *more, words)
+
+    def replan(self, fix: Mapping[str, Mapping[str, Any]]) -> FoundPlan:
+        """Plan again with these layouts fixed too. The step is not captured again and prices are known.
+
+        Args:
+            fix: As for `mw.plan`; a glob that was fixed before gets the new placement.
+
+        Raises:
+            PlanError: As `mw.plan`.
+        """
+        search = self.search.fixing(self.search.mesh, {**self.search.fix, **fix})
+        return _first_that_fits(search, search.candidates())
 
     def check(self) -> dict[str, Any]:
         """Build the program of the whole model and compare it with what was predicted. Takes as long as a capture.
@@ -310,7 +328,7 @@ def _first_that_fits(search: PlanSearch, candidates: Sequence[Candidate]) -> Fou
 def _measured(search: PlanSearch, c: Candidate) -> Measured:
     """A candidate in numbers."""
     if c.storage.stages == 1:
-        with search.timed("build"):
+        with search.timed("build"), reusing(search.exports):
             made = measure(search.step, _mesh(search, c), _plan_of(search, c), search.hardware, search.repeats)
         return _with_experts(made, c)
     if sum(run.count for run in search.repeats.runs) > _PIPED:

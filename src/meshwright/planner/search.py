@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from ..machines import Hardware
 from ..mesh import Mesh
 from ..program.capture.export import Captured, capture
 from ..program.capture.fakes import writing_nothing
+from ..program.capture.shared_export import Shelf, reusing
 from ..program.capture.work import OpWork
 from ..program.ir.nodes import no_collection
 from .emit import PIPELINE_AXIS, Keeping, Layouts
@@ -32,6 +34,8 @@ from .space import Space
 _STAGES = 32  # of a pipeline at most
 _NONE, _SHOWN, _ALL = 0.01, 0.25, 1.0  # parts of gradients' sums that count as not hidden
 _MICRO = 4  # micro-batches for each stage at most
+_REMEMBERED = 1 << 24  # bytes of eliminations of a mesh that are remembered for layouts which are fixed later
+_EXPORTS = 4  # of models with fewer blocks that are kept: of two sizes, with wishes and without
 _KEEP = 3  # blocks of a run that are captured: the first, one between, the last
 _HIDES = 0.9
 _UPDATE = 10  # how often the bytes of a parameter are moved to update it
@@ -93,6 +97,7 @@ class PlanSearch:
         self.states = _states(self.step.optimizer)
         self._solved: dict[Any, Layouts | None] = {}
         self._spaces: dict[tuple[tuple[int, ...], float], Space] = {}
+        self.exports: Shelf = deque(maxlen=_EXPORTS)
         _check_fix(self.fix, self.step.model, self.mesh)
 
     @contextmanager
@@ -107,7 +112,7 @@ class PlanSearch:
     def captured(self) -> Captured:
         """The step of the cut model; captured once."""
         if not hasattr(self, "_captured"):
-            with self.timed("capture"), no_collection(), writing_nothing():
+            with self.timed("capture"), no_collection(), writing_nothing(), reusing(self.exports):
                 kept = self.repeats.kept
                 with cut_to(self.step.model, self.repeats, kept):
                     self._captured = capture(self.step.model, self.step.loss_fn, self.step.batch, self.step.device)
@@ -213,6 +218,7 @@ class PlanSearch:
         if other is not None and other.optimum.values != layouts.optimum.values:
             yield from (self.estimate(other, storage) for storage in self.storages(other))
             layouts = layouts if longer else other
+        layouts.space.problem.tables.forget(_REMEMBERED)
         yield from self.hybrid(layouts)
 
     def data_parallel(self) -> Iterator[Candidate]:
@@ -322,6 +328,7 @@ class PlanSearch:
                 layouts = self.layouts(sizes)
                 if layouts is None:
                     continue
+                layouts.space.problem.tables.forget(_REMEMBERED)
                 over = [n for n, role in zip(layouts.sizes, layouts.roles, strict=True) if role in ("dp", "ep")]
                 for m in (stages, 2 * stages, _MICRO * stages):
                     if self._rows() % (m * math.prod(over)) == 0:
@@ -336,10 +343,10 @@ class PlanSearch:
             return self.estimate(layouts, storage)
         return self.of_stages(layouts, storage, sum(run.count for run in self.repeats.runs))
 
-    def fixing(self, mesh: Mesh, fix: Fix) -> PlanSearch:
-        """A search on one mesh with other layouts fixed, of the step that is captured already."""
+    def fixing(self, mesh: Mesh | None, fix: Fix) -> PlanSearch:
+        """A search with other layouts fixed, with all that this one has captured and priced already."""
         made = PlanSearch(self.step, self.hardware, self.memory, self.devices, mesh, fix)
-        made._captured, made.work, made._spaces = self.captured(), self.work, self._spaces
+        made._captured, made.work, made._spaces, made.exports = self.captured(), self.work, self._spaces, self.exports
         return made
 
     def _ideal(self) -> float:

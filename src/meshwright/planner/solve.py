@@ -11,6 +11,7 @@ for the tables that went in.  So the layers of a model, which repeat, cost as mu
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ Choice = NDArray[np.unsignedinteger[Any]]  # the best value of a variable, in as
 NEVER = 10**17  # a price that nothing reaches, and sums of tens of which still fit
 _MOST = 1 << 26  # entries of a joined table, beyond which elimination is given up
 _SMALL = 1 << 22
+_REMEMBERED = 1 << 26  # bytes of eliminations that the next problem of the same tables may use
 _SLICE = 1 << 15  # entries of a joined table that are summed at one time
 Scope = tuple[int, ...]
 
@@ -37,10 +39,31 @@ class Tables:
     def __init__(self) -> None:
         self._known: dict[Any, Prices] = {}
         self._numbers: dict[int, int] = {}
+        self._counter = itertools.count()
+        self._lasting: set[int] = set()
         self.eliminated: dict[Any, tuple[Prices, Choice]] = {}
 
-    def intern(self, table: Prices) -> Prices:
-        """The table that stands for all with this content."""
+    def intern(self, table: Prices, lasting: bool = False) -> Prices:
+        """The table that stands for all with this content.
+
+        Args:
+            lasting: it is one of a problem, which :meth:`forget` keeps.
+        """
+        found = self._interned(table)
+        if lasting:
+            self._lasting.add(id(found))
+        return found
+
+    def forget(self, most: int) -> None:
+        """Drop what eliminations gave, where that is more than so many bytes."""
+        if sum(least.nbytes + best.nbytes for least, best in self.eliminated.values()) <= most:
+            return
+        self.eliminated.clear()
+        for key, table in list(self._known.items()):
+            if id(table) not in self._lasting:
+                del self._known[key], self._numbers[id(table)]
+
+    def _interned(self, table: Prices) -> Prices:
         if id(table) in self._numbers:
             return table
         table = np.ascontiguousarray(table)
@@ -49,7 +72,7 @@ class Tables:
         if found is None:
             found = self._known[key] = table
             found.flags.writeable = False
-            self._numbers[id(found)] = len(self._numbers)
+            self._numbers[id(found)] = next(self._counter)
         return found
 
     def number(self, table: Prices) -> int:
@@ -75,7 +98,7 @@ class Problem:
         """A new variable, from the price of each of its values."""
         table = _whole(np.asarray(list(prices), dtype=np.int64))
         self.sizes.append(len(table))
-        self.factors[len(self.sizes) - 1,] = self.tables.intern(table)
+        self.factors[len(self.sizes) - 1,] = self.tables.intern(table, lasting=True)
         return len(self.sizes) - 1
 
     def add(self, scope: Sequence[int], table: Prices) -> None:
@@ -89,7 +112,8 @@ class Problem:
         order = sorted(range(len(scope)), key=lambda i: scope[i])
         key, made = tuple(scope[i] for i in order), _whole(table.transpose(order))
         known = self.factors.get(key)
-        self.factors[key] = self.tables.intern(made if known is None else np.minimum(known + made, NEVER))
+        total = made if known is None else np.minimum(known + made, NEVER)
+        self.factors[key] = self.tables.intern(total, lasting=True)
 
     def price(self, values: Sequence[int]) -> int:
         """What an assignment costs: a value for each variable."""
@@ -131,6 +155,7 @@ def solve(problem: Problem) -> Optimum:
     while run.left:
         run.eliminate(run.next())
     values = run.values()
+    problem.tables.forget(_REMEMBERED)
     price = problem.price(values)
     if price >= NEVER:
         raise PlanError("solve: no assignment is possible: some variable has no value that fits the others")

@@ -1,4 +1,4 @@
-"""One export for all simulated ranks that ask for the same.
+"""One export for all simulated ranks that ask for the same, and for all programs that a plan is compared by.
 
 The exported graph is that of one device, so ranks of one simulation whose models, loss functions and batches are alike
 get equal graphs, and exporting is half the cost of building a step.  The first rank exports; another one takes its
@@ -16,6 +16,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -197,10 +198,14 @@ class Exported:
         return self.ours.get(pointer(constant), constant)
 
 
+Shelf = deque[tuple[list[Any], list[Any], Exported, set[int]]]
+_reused: ContextVar[Shelf | None] = ContextVar("reused exports", default=None)
+
+
 def find(request: Request) -> Exported | None:
-    """The export of another simulated rank that asked for the same."""
+    """The export of another simulated rank that asked for the same; or an earlier one, inside of :func:`reusing`."""
     for tokens, memory, exported, ranks in _shelf():
-        if tokens == request.tokens and runtime.RT.rank not in ranks:
+        if tokens == request.tokens and (_reused.get() is not None or runtime.RT.rank not in ranks):
             ranks.add(runtime.RT.rank)
             return dataclasses.replace(exported, ours=dict(zip(memory, request.tensors, strict=True)))
     return None
@@ -239,8 +244,11 @@ def constants_of(tensors: Iterable[Tensor]) -> tuple[Any, ...] | None:
     return tuple((t.dtype, t.shape, n) for t, n in zip(read, digests(read), strict=True))
 
 
-def _shelf() -> deque[tuple[list[Any], list[Any], Exported, set[int]]]:
+def _shelf() -> Shelf:
     """Exports, newest last, with the ranks that had them: one that asks again may read what has changed since."""
+    reused = _reused.get()
+    if reused is not None:
+        return reused
     return runtime.RT.sim.shared.setdefault("exports", deque(maxlen=_KEPT))  # type: ignore[union-attr]
 
 
@@ -256,8 +264,21 @@ def _is_plain(module: torch.fx.GraphModule) -> bool:
 
 
 def is_shared() -> bool:
-    """Whether this rank is one of a simulation that shares exports."""
-    return hasattr(runtime.RT.sim, "shared")
+    """Whether this rank is one of a simulation that shares exports, or inside of :func:`reusing`."""
+    return _reused.get() is not None or hasattr(runtime.RT.sim, "shared")
+
+
+@contextlib.contextmanager
+def reusing(shelf: Shelf) -> Iterator[None]:
+    """Inside, exports that ask for the same as one on the shelf are that one.
+
+    For programs that are compared and never run: what opaque objects of the user's say is not asked again.
+    """
+    before = _reused.set(shelf)
+    try:
+        yield
+    finally:
+        _reused.reset(before)
 
 
 class _Watched(runtime.Runtime):
