@@ -121,7 +121,7 @@ def drawn(space_seed: int, layouts: Layouts) -> Layouts:
     return Layouts(layouts.space, solve(made), layouts.axes)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 5, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3, 4))])
+@pytest.mark.parametrize("seed", [0, 1, 2, pytest.param(3, marks=pytest.mark.long), 4, 5])
 def test_any_plan_of_the_space_equals_one_device(seed: int) -> None:
     name, mesh = [("mlp", mw.Mesh({"a": 2, "b": 2})), ("llama", mw.Mesh({"a": 2}))][seed % 2]
     model, loss_fn, batch = MODELS[name]()
