@@ -66,7 +66,7 @@ def problem(effort: Effort) -> tuple[Make, list[Batch]]:
 # ---------------------------------------------------------------------------------------------- steps
 
 
-class Asked(TorchDispatchMode):
+class OptionUse(TorchDispatchMode):
     """Counts what is asked of torch.distributed, in the bytes of the ring model."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ def measure(effort: Effort) -> Samples:
     set_up(contenders, make, data, ALIKE)
     found = timed(list(contenders), data, effort)
     for contender in contenders:
-        with Asked() as asked, collective.counting() as counted:
+        with OptionUse() as asked, collective.counting() as counted:
             contender.step(data)
         counts = counted if counted.table else asked.counts
         for kind in KINDS.values():

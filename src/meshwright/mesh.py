@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import drawing
 from .errors import MeshError
-from .torch_changes import mesh_made
+from .torch_changes import on_first_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -69,7 +69,7 @@ class Mesh:
                 f"mesh {dict(axes)} has {self.size} places but {len(set(self.ranks))} distinct ranks were given"
             )
         self._hash = hash((self.axes, self.sizes, self.device, self.ranks))
-        mesh_made()
+        on_first_mesh()
 
     @property
     def ndim(self) -> int:

@@ -33,7 +33,7 @@ def operator(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], 
 KEPT: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
-def kept_whole(schema: str, fn: Callable[..., Any]) -> Any:
+def opaque_operator(schema: str, fn: Callable[..., Any]) -> Any:
     """An operator that is what ``fn`` makes of ops, and stays one call where these are traced."""
     name = LIBRARY.define(schema)
     LIBRARY.impl(name, fn, "CompositeImplicitAutograd")
@@ -105,7 +105,7 @@ __all__ = [
     "Internal",
     "UsersCall",
     "internal",
-    "kept_whole",
+    "opaque_operator",
     "operator",
     "part_of",
 ]

@@ -204,7 +204,7 @@ def find(target: str) -> tuple[Any, str]:
     return found, name
 
 
-def mesh_made() -> None:
+def on_first_mesh() -> None:
     """There is a mesh: what waits for the first one is installed, before anybody else sees a mesh."""
     global _installed
     if _installed and not _waiting:

@@ -144,11 +144,11 @@ def pairs(mesh: mw.Mesh, name: str, part: int) -> Iterator[tuple[tuple[Placement
     yield from rng.sample(every, part)
 
 
-Laid = list[tuple[tuple[Placement, ...], tuple[Placement, ...]]]
+InputLayout = list[tuple[tuple[Placement, ...], tuple[Placement, ...]]]
 
 
 def on_mesh(
-    program: Callable[[Tensor, Tensor], Tensor], mesh: mw.Mesh, x: Tensor, w: Tensor, laid: Laid
+    program: Callable[[Tensor, Tensor], Tensor], mesh: mw.Mesh, x: Tensor, w: Tensor, laid: InputLayout
 ) -> list[dict[str, Tensor]]:
     made = []
     for x_at, w_at in laid:

@@ -44,7 +44,7 @@ def after(func: Any, *args: Any, times: int = 1, **kwargs: Any) -> list[tuple[st
     runtime.RT.fast.clear()
     for _ in range(times):
         func(*args, **kwargs)
-    return [(p.route.name, p.promised is None) for p in plans_of(func)]
+    return [(p.route.name, p.candidate_route is None) for p in plans_of(func)]
 
 
 def on_all_ranks(fn: Any) -> None:

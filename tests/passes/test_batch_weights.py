@@ -108,10 +108,10 @@ def same(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-def updates_of(sizes: Sequence[int], leftover: int = 1) -> list[list[tuple[Tensor, Tensor]]]:
+def updates_of(sizes: Sequence[int], flush_scale: int = 1) -> list[list[tuple[Tensor, Tensor]]]:
     """Two updates of all sizes, and one of fewer micro-batches."""
     parts = [[rows(n, 10 * u + i, (0.0, 0.9, 0.4)[i % 3]) for i, n in enumerate(sizes)] for u in range(3)]
-    return [*parts[:2], parts[2][:leftover]]
+    return [*parts[:2], parts[2][:flush_scale]]
 
 
 @pytest.mark.thin(2)

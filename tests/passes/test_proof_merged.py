@@ -132,7 +132,7 @@ def test_what_a_flush_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(cycle: Cycle) -> Any:
         made = flush(cycle)
-        cycle.carrier.leftover.fill_(1.0)  # as of a whole cycle
+        cycle.carrier.flush_scale.fill_(1.0)  # as of a whole cycle
         return made
 
     monkeypatch.setattr(Cycle, "flush", wrong)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import meshwright as mw
 from meshwright.explanation import explain_program
 from meshwright.program import Plan, build
-from meshwright.program.capture.ledger import Asked, ledger_of
+from meshwright.program.capture.ledger import OptionUse, ledger_of
 from tests.support.optimizers import Signs
 
 MESH = mw.Mesh({"dp": 2, "tp": 2, "one": 1})
@@ -33,7 +33,7 @@ class Net(nn.Module):
         return F.scaled_dot_product_attention(q, q, q).view(4, 8)
 
 
-def asked(make: Any = ADAM, passes: Any = (), mesh: mw.Mesh = MESH, **said: Any) -> list[Asked]:
+def asked(make: Any = ADAM, passes: Any = (), mesh: mw.Mesh = MESH, **said: Any) -> list[OptionUse]:
     net = Net()
     opt = None if make is None else make(net.parameters())
     plan = Plan(**said)

@@ -205,7 +205,7 @@ NAMES = [
     "class",
     "é x",
     "step",
-    "leftover",
+    "flush_scale",
     "param",
     "constant_0",
     "'",

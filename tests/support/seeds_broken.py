@@ -336,7 +336,7 @@ BROKEN = [
      "            if (name, stage) in seen:\n",
      "            if False:\n"),
     ("A number of batches that k does not divide", "passes/gradient_merge.py",
-     "return self._leftover(made) if self.avg else made",
+     "return self._with_flush_scale(made) if self.avg else made",
      "return made"),
     ("Batches of other shapes between two updates", "program/run/bind.py",
      "        if key not in sums:\n",

@@ -92,7 +92,9 @@ def from_files(
                 raise OptionError(f"--config {path}: there is no option {key!r}{near(key, [*names])}")
             if said(context, name):
                 continue
-            merged[name] = _as_given(f"--config {path}: {key}", value, get_type_hints(config)[name], config, name)
+            merged[name] = _as_option_value(
+                f"--config {path}: {key}", value, get_type_hints(config)[name], config, name
+            )
     return merged
 
 
@@ -105,7 +107,7 @@ def _table(path: Path) -> dict[str, Any]:
         raise OptionError(f"--config {path} is no TOML ({error})") from None
 
 
-def _as_given(where: str, value: Any, kind: Any, config: type[Any], name: str) -> Any:
+def _as_option_value(where: str, value: Any, kind: Any, config: type[Any], name: str) -> Any:
     """A value of a file as the command line would give it."""
     if options_in(config)[name].read is not None:
         if isinstance(value, dict):

@@ -11,7 +11,7 @@ alone: a rank with an empty part must still take part.
 from __future__ import annotations
 
 from .agreement import Fact, Facts, difference, differing, together
-from .checking import WORDS, claim_all, compare, compare_progress, same_values
+from .checking import WORDS, check_replicated_inputs, compare, compare_progress, same_values
 from .digest import digests
 from .direct_calls import OPERATORS as BY_HAND
 from .direct_calls import refuse_by_hand, sends_objects
@@ -118,7 +118,7 @@ __all__ = [
     "broadcast",
     "bytes_of",
     "carries_signature",
-    "claim_all",
+    "check_replicated_inputs",
     "compare",
     "compare_progress",
     "connect",

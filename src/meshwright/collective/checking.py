@@ -44,7 +44,7 @@ def _exchanged(words: Sequence[int] | Tensor, group: Group, call: Call) -> Calla
     """
     link, over = group.link, group.words or group
     assert link is not None
-    claimed = Claimed(group)
+    claimed = ReplicaCheck(group)
     row = torch.zeros(2 + WORDS, dtype=torch.int64, device="cpu")
     row[0], row[1] = link.trace ^ mark(call), claimed.word
     row[2 : 2 + len(words)] = torch.as_tensor(words, device="cpu")
@@ -104,7 +104,7 @@ def compare_progress(numbers: Sequence[int], group: Group, doing: str = "") -> C
 
 def simulated(obj: Any, group: Group, call: Call) -> list[Any]:
     """What all simulated ranks bring; as among real ones, what they claimed of plain tensors goes with it."""
-    claimed, sim = Claimed(group), _simulation(group)
+    claimed, sim = ReplicaCheck(group), _simulation(group)
     if claimed.window is None:
         made: list[Any] = sim.rendezvous(group.ranks, call, obj, _to_all)
         return made
@@ -120,7 +120,7 @@ def rendezvous(group: Group, call: Call, t: Any, compute: Callable[[list[Any]], 
     own: Window | None = window(group)
     if own is None or not own.due():
         return sim.rendezvous(group.ranks, call, t, compute)
-    claimed = Claimed(group)
+    claimed = ReplicaCheck(group)
 
     def both(parts: list[Any]) -> list[Any]:
         words = [word for _, word in parts]
@@ -164,7 +164,7 @@ def _to_all(parts: list[Any]) -> list[list[Any]]:
     return [list(parts) for _ in parts]
 
 
-class Claimed:
+class ReplicaCheck:
     """What this rank claimed of plain tensors, on its way to a group."""
 
     def __init__(self, group: Group) -> None:
@@ -294,7 +294,7 @@ def _texts(recent: Any, line: Any, group: Group) -> list[Any]:
         link.telling = False
 
 
-def claim_all(what: str, tensors: Sequence[Tensor], of: Callable[[], Group]) -> None:
+def check_replicated_inputs(what: str, tensors: Sequence[Tensor], of: Callable[[], Group]) -> None:
     """This rank takes plain tensors for what all ranks of a group have: compared later, or in check mode now.
 
     Args:

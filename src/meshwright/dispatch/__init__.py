@@ -28,9 +28,9 @@ from .execution import (
     CONVERT_WITH_GRAD_DTYPE,
     Execution,
     ask_gradient,
+    convert_layout,
     execute,
     reduce_early,
-    relayout,
     root,
     unit_cotangent,
     wanted,
@@ -40,7 +40,7 @@ from .keys import TensorBounds, key_of, key_part, with_numbers
 from .leaves import SpecHandle, any_linked, gradient_types, link, resolve_types
 from .plans import AS_OP, casts_of, make_rule, naming, plan_call
 from .results import global_outputs
-from .routes import ASKED, FOREACH_OVERRIDES, INTO_PLAIN, Frontend, Known, Special, call, forget_ops
+from .routes import ASKED, FOREACH_OVERRIDES, INTO_PLAIN, Frontend, FunctionOverride, Known, call, forget_ops
 from .views import count_write, refresh, remember, remember_detached, write_through
 
 __all__ = [
@@ -56,10 +56,10 @@ __all__ = [
     "CachedCast",
     "Execution",
     "Frontend",
+    "FunctionOverride",
     "Known",
     "Kwargs",
     "SpecHandle",
-    "Special",
     "TensorBounds",
     "any_linked",
     "ask_gradient",
@@ -67,6 +67,7 @@ __all__ = [
     "call",
     "call_disabled",
     "casts_of",
+    "convert_layout",
     "count_write",
     "disabled",
     "execute",
@@ -85,7 +86,6 @@ __all__ = [
     "plan_call",
     "reduce_early",
     "refresh",
-    "relayout",
     "remember",
     "remember_detached",
     "resolve",

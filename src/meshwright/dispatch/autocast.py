@@ -80,7 +80,7 @@ class InputCasts:
             if dtype is None:
                 return t
             leaf = t.requires_grad and _is_leaf(t)
-            return _weight(t, wrap) if leaf and self._kept(t, dtype) else t.to(dtype)
+            return _weight(t, wrap) if leaf and self._is_cached(t, dtype) else t.to(dtype)
 
         args, kwargs = map_tensors(args, cast), map_tensors(kwargs, cast)
         with torch.autocast(self.device, enabled=False):
@@ -92,11 +92,11 @@ class InputCasts:
 
         def cast(t: Tensor) -> Tensor:
             dtype, once = self.dtypes.get(next(at)), t.__dict__.get(ONCE)
-            return t if dtype is None or once is None or not self._kept(t, dtype) else once(t, dtype)
+            return t if dtype is None or once is None or not self._is_cached(t, dtype) else once(t, dtype)
 
         return map_tensors(args, cast), map_tensors(kwargs, cast)
 
-    def _kept(self, t: Tensor, dtype: torch.dtype) -> bool:
+    def _is_cached(self, t: Tensor, dtype: torch.dtype) -> bool:
         """Whether autocast keeps the cast of such a tensor, if it is a leaf."""
         return self.itself and dtype is torch.get_autocast_dtype(self.device) and t.dtype is torch.float32
 

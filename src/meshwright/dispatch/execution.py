@@ -13,7 +13,19 @@ import torch
 
 from .. import compat
 from ..errors import RuleError
-from ..layout import NO_MARKS, REPLICATE, Layout, MarkedSpec, Marks, Partial, Placements, Spec, marked, marks_of, widest
+from ..layout import (
+    NO_MARKS,
+    REPLICATE,
+    Layout,
+    MarkedSpec,
+    Marks,
+    Partial,
+    Placements,
+    Spec,
+    marked,
+    marks_of,
+    widest_accumulate_dtype,
+)
 from ..local_tensor import Sharing, as_plain, moved, same_storage, shared_memory, version_of
 from ..ranks import runtime
 from ..resharding import executor, planner, record
@@ -50,7 +62,7 @@ def convert_tensor(t: Tensor, steps: planner.ConversionPlan, note: Note | None =
     ends: Any = None
     space = t.__dict__
     alone = not Sharing.ever or shared_memory(t) is None
-    if "_spec" in space and alone and (_kept(t, steps) if grad else not _inference(t)):
+    if "_spec" in space and alone and (_is_cacheable(t, steps) if grad else not _inference(t)):
         version, memo = space.get("_memo", _NO_MEMO)
         now = version_of(t) if Sharing.counted else _version(t)
         if version != now:
@@ -89,7 +101,7 @@ def convert_tensor(t: Tensor, steps: planner.ConversionPlan, note: Note | None =
     return made
 
 
-def _kept(t: Tensor, steps: planner.ConversionPlan) -> bool:
+def _is_cacheable(t: Tensor, steps: planner.ConversionPlan) -> bool:
     """Whether what a tensor that needs a gradient is converted to is kept for its next use.
 
     Of leaves only what a Partial was reduced to: the gathered value of a weight would stay in memory.
@@ -354,7 +366,7 @@ class Execution:
                 anew = True
         for i, spec in () if anew else plan.decide:
             t = tensors[i]
-            if _told_otherwise(t, spec):
+            if _types_changed(t, spec):
                 anew = True
                 continue
             if t.requires_grad and "_spec" in t.__dict__:
@@ -391,8 +403,8 @@ class Execution:
         others = [a for a, t in zip(locals_, self.tensors, strict=True) if a is not t or "_spec" not in t.__dict__]
         if not others or not any(r is a for r in tensors_in(result) for a in others):
             return result
-        if self.plan.promised is not None:
-            self.plan = replace(self.plan, promised=Route.EXECUTE, plain=False)
+        if self.plan.candidate_route is not None:
+            self.plan = replace(self.plan, candidate_route=Route.EXECUTE, plain=False)
         return map_tensors(result, lambda r: r.view_as(r) if any(r is a for a in others) else r)
 
     def _finish_write(self, written: Tensor, result: Any) -> Tensor:
@@ -427,24 +439,26 @@ class Execution:
         if made.shape != old.shape:
             spec, marks = made, replace(marks, copied=False)
         else:
-            spec = written_spec(old, made) if recorded else old.with_(sums=widest((old, made)))
+            spec = written_spec(old, made) if recorded else old.with_(sums=widest_accumulate_dtype((old, made)))
         self.wrap(target, marked(spec, marks))
         if recorded:
             propagate_type_to_base(target, self.tensors)
-        if plan.promised is not None:
-            self.plan = replace(plan, route=plan.promised if result is target else Route.EXECUTE, promised=None)
+        if plan.candidate_route is not None:
+            self.plan = replace(
+                plan, route=plan.candidate_route if result is target else Route.EXECUTE, candidate_route=None
+            )
         return target
 
     def finish(self, result: Any) -> Any:
         """Wrap the outputs, and link undecided leaves to them."""
         made = tensors_in(result)
-        if self.plan.promised is not None:
+        if self.plan.candidate_route is not None:
             self._learn(result, made)
         plan, records = self.plan, runtime.RT.records
         marks = Marks(copied=True) if plan.copies else NO_MARKS
         if plan.choice is None:
             whole = Layout(mesh_of(self.tensors, plan.op.name))
-            sums = widest(spec_of(t, whole.mesh) for t in self.tensors)
+            sums = widest_accumulate_dtype(spec_of(t, whole.mesh) for t in self.tensors)
             for t in made:
                 undecided = 0 if t.requires_grad else whole.mesh.everywhere
                 self.wrap(t, still(t, Spec(t.shape, t.dtype, whole, 0, undecided, sums=sums), marks))
@@ -470,7 +484,7 @@ class Execution:
             )
         if any(t.dtype != s.dtype for t, s in zip(made, outputs, strict=True)):
             outputs = tuple(s.with_(dtype=t.dtype) for s, t in zip(outputs, made, strict=True))
-        route = plan.promised or Route.EXECUTE
+        route = plan.candidate_route or Route.EXECUTE
         if not isinstance(result, Tensor) and len(result) != len(made):  # something beside tensors
             route = Route.EXECUTE
         elif not all(t.__class__ is Tensor for t in made):
@@ -478,7 +492,7 @@ class Execution:
             route = Route.CONVERT_THEN_NATIVE if between else Route.EXECUTE
         if plan.line is not None:
             plan.line.shown[runtime.RT.rank] = route, tuple([s.dtype for s in outputs])
-        self.plan = replace(plan, route=route, promised=None, outputs=outputs)
+        self.plan = replace(plan, route=route, candidate_route=None, outputs=outputs)
 
 
 def fallen_back(plan: CallPlan, locals_: Sequence[Tensor], made: Any) -> bool:
@@ -506,7 +520,7 @@ def _aliases(locals_: list[Tensor]) -> list[Tensor]:
     return [Tensor.view_as(t, t) if "_spec" in t.__dict__ else t for t in locals_]
 
 
-def _told_otherwise(t: Tensor, spec: Spec) -> bool:
+def _types_changed(t: Tensor, spec: Spec) -> bool:
     """Whether a tensor was just given other types than planned: it, or one linked to it, is another operand too."""
     now: Spec | None = t.__dict__.get("_spec")
     if now is None or now.layout != spec.layout:
@@ -557,7 +571,7 @@ def wanted(spec: Spec, placements: Placements, order: Any = None) -> Spec:
     return Spec(spec.shape, spec.dtype, layout, spec.reduced & kept, sums=spec.sums)
 
 
-def relayout(x: Tensor, target: Spec, wrap: Wrap) -> Tensor:
+def convert_layout(x: Tensor, target: Spec, wrap: Wrap) -> Tensor:
     """``x`` brought to ``target`` because somebody asked for it by name.  Must run with dispatch disabled."""
     spec: Spec = x.__dict__["_spec"]
     if x.requires_grad and spec.undecided:
@@ -588,7 +602,7 @@ def root(y: Tensor, wrap: Wrap) -> Tensor:
         for a, op in spec.layout.partial.items()
         if op != "sum"
     }
-    return relayout(y, wanted(spec, others), wrap) if others else y
+    return convert_layout(y, wanted(spec, others), wrap) if others else y
 
 
 def unit_cotangent(spec: Spec, device: Any) -> Tensor:

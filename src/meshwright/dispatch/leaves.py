@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from ..layout import Replicate, Spec, marked, marks_of, widest
+from ..layout import Replicate, Spec, marked, marks_of, widest_accumulate_dtype
 
 Tensor = torch.Tensor
 _LOCAL: Any = Tensor  # properties of local tensors
 _base_of, _is_leaf = _LOCAL._base.__get__, _LOCAL.is_leaf.__get__
 
 
-class _Linked:
+class _TypeGroup:
     """Tensors whose replicated axes must become of one type: leaves and what was computed from them so far.
 
     Members are weak: a tensor that nobody can name any more needs no type.
@@ -35,15 +35,15 @@ class _Linked:
 
 def link(tensors: Sequence[Tensor | SpecHandle]) -> None:
     """Undecided tensors that one op connects get their type together."""
-    linked: _Linked | None = None
+    linked: _TypeGroup | None = None
     for t in tensors:
         space = getattr(t, "__dict__", {})
         spec = space.get("_spec")
         if spec is None or not spec.undecided or not t.requires_grad:
             continue
-        own: _Linked | None = space.get("_linked")
+        own: _TypeGroup | None = space.get("_linked")
         if linked is None:
-            linked = own or _Linked()
+            linked = own or _TypeGroup()
         if own is None:
             linked.add(t)
         elif own is not linked:
@@ -96,7 +96,7 @@ def should_reduce_at_use(t: Tensor, spec: Spec) -> bool:
 
     Reducing at the leaves is shared by all uses and bucketed; it is dearer where the leaves are larger than the value.
     """
-    linked: _Linked | None = t.__dict__.get("_linked")
+    linked: _TypeGroup | None = t.__dict__.get("_linked")
     if _is_leaf(t) or linked is None or not spec.reduced & t.__dict__["_spec"].undecided:
         return False
     leaves = sum(m.__dict__["_spec"].shape.numel() for m in linked.alive() if isinstance(m, Tensor) and _is_leaf(m))
@@ -112,14 +112,14 @@ def resolve_types(t: Tensor, spec: Spec, by: str = "") -> None:
     old = space.get("_spec")
     if old is None or old is spec:
         return
-    linked: _Linked | None = space.get("_linked")
+    linked: _TypeGroup | None = space.get("_linked")
     decided = old.undecided & ~spec.undecided
     for m in linked.alive() if linked is not None else [t]:
         now: Spec = m.__dict__["_spec"]
         marks, mine = marks_of(now).after_write(), decided & now.undecided
         now = now.with_(reduced=now.reduced | (spec.reduced & mine), undecided=now.undecided & ~mine)
         if mine and not getattr(m, "_is_param", False):  # what parameters' are summed in their precision says
-            now = now.with_(sums=widest((now, spec)))
+            now = now.with_(sums=widest_accumulate_dtype((now, spec)))
         m.__dict__["_spec"] = marked(now, marks)
         if by and spec.reduced & mine:
             m.__dict__.setdefault("_since", by)

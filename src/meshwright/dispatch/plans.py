@@ -15,7 +15,7 @@ import torch
 from ..collective import BY_HAND, refuse_by_hand
 from ..compat import disable_current_modes
 from ..errors import DispatchError, MeshwrightError, RuleError
-from ..layout import NO_MARKS, Layout, Spec, marked, marks_of, widest
+from ..layout import NO_MARKS, Layout, Spec, marked, marks_of, widest_accumulate_dtype
 from ..operators import FUNCTIONS
 from ..ranks import runtime
 from ..resharding import planner as resharding
@@ -69,9 +69,10 @@ class ShapePolymorphicPlan:
 class CallPlan:
     """What to do for one kind of call.
 
-    ``promised``: the route of later calls, once a first run (of all that the plan says) gave what the rule says; None
-    when it did.  ``plain``: a native op on locals, right with autocast and without.  ``casts``: what autocast casts of
-    its inputs, where the op does not.  ``fn`` computes the call by other calls, or takes the op's place on locals.
+    ``candidate_route``: the route of later calls, once a first run (of all that the plan says) gave what the rule
+    says; None when it did.  ``plain``: a native op on locals, right with autocast and without.  ``casts``: what
+    autocast casts of its inputs, where the op does not.  ``fn`` computes the call by other calls, or takes the op's
+    place on locals.
     ``conversions``: of inputs, by their order.  ``known``: of Partial inputs that were reduced before: the reduced
     value is taken in their place.  ``decide``: inputs that get these types.  ``back``: a write that cannot be made in
     the layout of its target is made in a copy of another layout, which is then brought back and copied into the target.
@@ -88,7 +89,7 @@ class CallPlan:
 
     op: Op
     route: Route = Route.EXECUTE
-    promised: Route | None = None
+    candidate_route: Route | None = None
     plain: bool = False
     casts: autocast.InputCasts | None = None
     fn: LocalFn | None = None
@@ -255,13 +256,13 @@ class _Planner:
         except DispatchError:
             choice, graded = self._choose(rule, like, False, strategies)
             line = None
-        if line is not None and (types := self._sure_types(rule, like, graded)) is not None:
+        if line is not None and (types := self._types_for_all_sizes(rule, like, graded)) is not None:
             decided = ShapePolymorphicPlan(tuple([dtype for _, dtype in like]), self.views, types)
             _DECIDED.keep(line, decided)
             return self._ruled(rule, choice, graded, decided)
         return self._ruled(rule, choice, graded)
 
-    def _sure_types(self, rule: Rule, like: Outputs, graded: bool) -> Types | None:
+    def _types_for_all_sizes(self, rule: Rule, like: Outputs, graded: bool) -> Types | None:
         """What the choice is in all sizes; None where it hangs on these, or on what needs a gradient."""
         if graded or any(s.layout.blocks for s in self.specs):
             return None
@@ -320,18 +321,20 @@ class _Planner:
         replayed = not op.inplace and any(s.shape.numel() and 0 in s.local_shape(ctx.here) for s in outputs)
         falls = isinstance(fn, Native) and fn.otherwise is not None and conversions  # maybe a copy: the run says
         whole = (fn is None or self._is_native(fn)) and not (copies or (pieces and not image) or replayed or falls)
-        promised: Route | None = self._promised(given, outputs, bool(choice.open)) if whole else Route.EXECUTE
-        plain = promised is Route.NATIVE
+        candidate_route: Route | None = (
+            self._candidate_route(given, outputs, bool(choice.open)) if whole else Route.EXECUTE
+        )
+        plain = candidate_route is Route.NATIVE
         if not plain or fn is not None or op.inplace or self.mixed:  # what such a call gives hangs on memory, too
             line = None
         known = line.shown.get(runtime.RT.rank) if line is not None else None
         route = Route.EXECUTE
         if known is not None and all(s.layout.even(s.shape) for s in (*choice.inputs, *outputs)):
             route, dtypes = known
-            promised = None
+            candidate_route = None
             outputs = tuple([s.with_(dtype=d) for s, d in zip(outputs, dtypes, strict=True)])
         return CallPlan(
-            op, route, promised, plain, fn=fn, outputs=outputs, choice=choice, why=rule.text, copies=copies,
+            op, route, candidate_route, plain, fn=fn, outputs=outputs, choice=choice, why=rule.text, copies=copies,
             pieces=pieces, image=image, replayed=replayed, graded=graded, line=line, **given,
         )  # fmt: skip
 
@@ -343,7 +346,7 @@ class _Planner:
         # Of what draws numbers no rule keeps a Partial with the op itself.
         return same and native and not self.op.inplace and source.dtype is made.dtype
 
-    def _promised(self, given: OfInputs, outputs: tuple[Spec, ...], open_: bool) -> Route:
+    def _candidate_route(self, given: OfInputs, outputs: tuple[Spec, ...], open_: bool) -> Route:
         """The least work that a plan allows which runs the op itself."""
         op, conversions, untyped = self.op, given["conversions"], open_ or bool(given["decide"])
         known = given["known"]
@@ -367,7 +370,7 @@ class _Planner:
         sources = [s.decided() for s in self.specs]
         conversions = _conversions(sources, [Spec(s.shape, s.dtype, whole) for s in sources])
         self._check_written({i for i, steps in conversions if not steps.free})
-        sums = widest(sources)
+        sums = widest_accumulate_dtype(sources)
         outputs = (Spec(sources[0].shape, sources[0].dtype, whole, sums=sums),) if op.inplace else ()
         lost = sum(steps.forward_bytes for _, steps in conversions)
         what, instead = f"{op.name} has no rule for these arguments", f"Give it one: @mw.rule({op.name!r})"
@@ -456,7 +459,7 @@ def written_spec(target: Spec, made: Spec) -> Spec:
     """Spec of a tensor after a write that makes ``made``: types that it had are kept, for its views have them too."""
     open_ = target.undecided
     reduced = target.reduced | (made.reduced & open_)
-    return target.with_(reduced=reduced, undecided=made.undecided & open_, sums=widest((target, made)))
+    return target.with_(reduced=reduced, undecided=made.undecided & open_, sums=widest_accumulate_dtype((target, made)))
 
 
 def make_rule(op: Op, specs: Sequence[Spec], args: Args, kwargs: Kwargs) -> Rule | None:

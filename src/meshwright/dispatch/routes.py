@@ -27,7 +27,7 @@ from .plans import CallPlan, Route, casts_of, plan_call, warn_gathered
 from .views import Call, before, count_write, remember_pieces, write_through
 
 Tensor = torch.Tensor
-Special = Callable[[Any, Args, Kwargs], Any]
+FunctionOverride = Callable[[Any, Args, Kwargs], Any]
 NATIVE, NATIVE_WITHOUT_GRAD, RETYPE_THEN_NATIVE, CONVERT_THEN_NATIVE, *_LATER = Route
 EXECUTE, FUNCTION, REDISPATCH, CAST, STAND_IN = _LATER
 # Composites over long lists of tensors (torch._foreach_*): no plan, so no key of all their specs either.
@@ -49,7 +49,7 @@ class Frontend:
     wrap: Wrap
     call: Call
     compute: Call
-    special: Mapping[str, Special]
+    function_overrides: Mapping[str, FunctionOverride]
     stand_ins: Callable[[Any, Args, Kwargs], tuple[Any, Any] | None]
     claim: Callable[[Any, Args, Kwargs], None]
 
@@ -69,7 +69,9 @@ def forget_ops() -> None:
     runtime.RT.fast.clear()
 
 
-def _kept(key: Any, func: Any, args: Args, kwargs: Kwargs, fresh: CallPlan | None = None) -> tuple[Any, CallPlan]:
+def _cached_plan(
+    key: Any, func: Any, args: Args, kwargs: Kwargs, fresh: CallPlan | None = None
+) -> tuple[Any, CallPlan]:
     """The plan for a key, made where there is none, and its own key: of some, what needs gradients is part of that."""
     plans = runtime.RT.plans
     plan = plans.find(key)
@@ -96,7 +98,7 @@ def _first_plan(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, CallPlan]:
         FOREACH_OVERRIDES[func] = plan.fn
     if autocast.active() and not plan.plain:
         key = (autocast.state(), key)
-    return _kept(key, func, args, kwargs, plan)
+    return _cached_plan(key, func, args, kwargs, plan)
 
 
 # ---------------------------------------------------------------------------------------------- the routes
@@ -116,11 +118,14 @@ def call(front: Frontend, key: Any, func: Any, args: Args, kwargs: Kwargs) -> An
         op = resolve(func)
         if op.inplace and not op.python and args and isinstance(args[0], Tensor) and "_spec" not in args[0].__dict__:
             name = INTO_PLAIN
-        if name in front.special and (made := front.special[name](func, args, kwargs)) is not NotImplemented:
+        if (
+            name in front.function_overrides
+            and (made := front.function_overrides[name](func, args, kwargs)) is not NotImplemented
+        ):
             return made
         own, plan = _first_plan(func, args, kwargs)
     elif plan.graded:
-        own, plan = _kept(own, func, args, kwargs)
+        own, plan = _cached_plan(own, func, args, kwargs)
     if plan.op.inplace and torch.is_inference_mode_enabled():
         count_write(args[0] if args and isinstance(args[0], Tensor) else None)
     route = plan.route
@@ -131,7 +136,7 @@ def call(front: Frontend, key: Any, func: Any, args: Args, kwargs: Kwargs) -> An
                 found = front.call(plan.casts.once, found, NO_KWARGS)
             made = front.call(func, *found)
             return args[0] if args and made is found[0][0] else made  # an op in place returns what it was given
-        own, plan = _kept((own, STAND_IN), func, args, kwargs)
+        own, plan = _cached_plan((own, STAND_IN), func, args, kwargs)
         route = plan.route
     rt = runtime.RT
     if route in _OF_THE_OP and rt.records is None and not rt.explicit:  # who listens is told of all

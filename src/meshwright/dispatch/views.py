@@ -266,7 +266,7 @@ def _same(t: Tensor) -> Tensor:
     return t
 
 
-class KeptCopies:
+class SavedCopies:
     """Copies that are kept for a backward: on one device autograd counts writes to what they would be views of."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

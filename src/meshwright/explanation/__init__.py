@@ -8,7 +8,7 @@ from __future__ import annotations
 from .budget import Budget, check_budget, grown
 from .compare import Comparison
 from .eager import explain, explicit
-from .entries import Collective, Laid, Total
+from .entries import Collective, InputLayout, Total
 from .explanation import Explanation
 from .memory import Memory, memory_of
 from .step import explain_program
@@ -18,7 +18,7 @@ __all__ = [
     "Collective",
     "Comparison",
     "Explanation",
-    "Laid",
+    "InputLayout",
     "Memory",
     "Total",
     "check_budget",

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..mesh import Mesh
-from ..program.capture.ledger import Asked
+from ..program.capture.ledger import OptionUse
 from ..program.check.verify import ROLES
 from ..ranks import runtime
 from ..resharding.record import Record
-from .entries import Collective, Laid, Total, Warned, folded, plain, recorded
+from .entries import Collective, InputLayout, Total, Warned, folded, plain, recorded
 from .memory import Memory
 from .pipeline import PipelineAccount
 from .timeline import Timeline
@@ -43,11 +43,11 @@ class Account:
     mesh: Mesh | None = None
     rank: int = 0
     listed: tuple[Collective, ...] | None = None
-    laid: tuple[Laid, ...] = ()
+    laid: tuple[InputLayout, ...] = ()
     memory: Memory | None = None
     update: str = ""
     notes: tuple[str, ...] = ()
-    ledger: tuple[Asked, ...] = ()
+    ledger: tuple[OptionUse, ...] = ()
     pipeline: PipelineAccount | None = None
     time: Timeline | None = None
 

@@ -75,7 +75,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Laid:
+class InputLayout:
     """How an input of a step lies on the mesh.
 
     Attributes:
@@ -182,9 +182,9 @@ def _one_of(alike: list[Collective]) -> Collective:
     )
 
 
-def folded_layouts(laid: Iterable[Laid]) -> list[tuple[int, Laid]]:
+def folded_layouts(laid: Iterable[InputLayout]) -> list[tuple[int, InputLayout]]:
     """Inputs of repeated layers that lie alike, once: how many, and the first with ``*`` for numbers."""
-    found: dict[tuple[Any, ...], list[Laid]] = {}
+    found: dict[tuple[Any, ...], list[InputLayout]] = {}
     for x in laid:
         key = (starred(x.name), x.kind, x.shape, x.dtype, x.layout, x.seen, x.local, x.source)
         found.setdefault(key, []).append(x)

@@ -11,7 +11,7 @@ from ..errors import extra
 from ..mesh import Mesh
 from ..program.check.verify import ROLES
 from .account import Account
-from .entries import Collective, Laid, folded_layouts, in_bytes, placed, starred
+from .entries import Collective, InputLayout, folded_layouts, in_bytes, placed, starred
 from .memory import CATEGORIES, Memory
 from .pipeline import PipelineAccount
 from .timeline import Timeline
@@ -225,7 +225,7 @@ def _rows(listed: Iterable[Collective]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _tree(laid: tuple[Laid, ...]) -> dict[str, Any]:
+def _tree(laid: tuple[InputLayout, ...]) -> dict[str, Any]:
     """The names of the model as a tree; leaves are inputs that lie alike in repeated layers."""
     root: dict[str, Any] = {"name": "", "children": {}, "leaf": None, "n": 0, "bytes": 0}
     for n, x in folded_layouts(laid):

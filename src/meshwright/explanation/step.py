@@ -11,7 +11,7 @@ from ..collective import ADDS, COLLECTIVES, SEND, bytes_of, rounds
 from ..layout import dtype_name, wire_name
 from ..machines import Hardware
 from ..program import Program, value_of
-from ..program.capture.ledger import Asked
+from ..program.capture.ledger import OptionUse
 from ..program.ir.edges import Edge, edges
 from ..program.ir.nodes import checked_value, info_of
 from ..program.ir.program import WHOLE, Staging
@@ -21,7 +21,7 @@ from ..resharding.copies import TO_DEVICE, TO_HOST
 from ..resharding.record import Record
 from ..rules.attention_blocks import ROWS
 from ..rules.attention_kernels import HeadSizes, told
-from .entries import Collective, Laid
+from .entries import Collective, InputLayout
 from .explanation import Explanation
 from .memory import memory_of
 from .pipeline import memory_of_stages, pipeline_of
@@ -31,7 +31,9 @@ _WIDEST = 160  # columns of a schedule that is drawn
 _SHOWN = ("param", "buffer", "batch")
 
 
-def explain_program(program: Program, ledger: tuple[Asked, ...] = (), hardware: Hardware | None = None) -> Explanation:
+def explain_program(
+    program: Program, ledger: tuple[OptionUse, ...] = (), hardware: Hardware | None = None
+) -> Explanation:
     """Every collective of a rank's step and why, where layouts came from, totals and memory; and what was asked.
 
     With hardware also the time that the step is predicted to take there.
@@ -49,7 +51,7 @@ def explain_program(program: Program, ledger: tuple[Asked, ...] = (), hardware: 
         _one(part, times, counts, listed, served)
     memory = memory_of(program) if how is None else memory_of_stages(program, how)
     return Explanation(
-        list(served), counts, None, program.mesh, program.rank, tuple(listed), _laid(program), memory,
+        list(served), counts, None, program.mesh, program.rank, tuple(listed), _input_layouts(program), memory,
         program.update, _notes(program), ledger, pipeline_of(program),
         None if hardware is None else timeline_of(program, hardware),
     )  # fmt: skip
@@ -153,7 +155,7 @@ def _collective(program: Program, number: int, node: fx.Node, names: dict[str, s
     )  # fmt: skip
 
 
-def _laid(program: Program) -> tuple[Laid, ...]:
+def _input_layouts(program: Program) -> tuple[InputLayout, ...]:
     origins = {o.value: o for o in program.origins}
     states: dict[str, int] = {}
     for node, given in zip(program.placeholders, program.inputs, strict=True):
@@ -168,7 +170,7 @@ def _laid(program: Program) -> tuple[Laid, ...]:
         origin = origins.get(given.name)
         stored = given.spec.layout
         made.append(
-            Laid(
+            InputLayout(
                 given.name, given.kind, tuple(given.spec.shape), dtype_name(value.dtype), stored,
                 stored if origin is None else origin.layout, value.shape, math.prod(value.shape) * value.dtype.itemsize,
                 states.get(given.name, 0), "default" if origin is None else origin.source,

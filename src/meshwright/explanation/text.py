@@ -14,7 +14,7 @@ from ..mesh import Mesh
 from ..program.check.verify import ROLES
 from ..resharding.record import SINCE
 from .account import Account
-from .entries import Collective, Laid, folded, folded_layouts, in_bytes, in_words, placed
+from .entries import Collective, InputLayout, folded, folded_layouts, in_bytes, in_words, placed
 from .memory import CATEGORIES, Memory
 from .pipeline import PipelineAccount
 from .timeline import COMPUTE, Timeline
@@ -133,7 +133,7 @@ def _layouts(why: Account) -> Table:
     return table
 
 
-def _origins(laid: tuple[Laid, ...]) -> Iterator[RenderableType]:
+def _origins(laid: tuple[InputLayout, ...]) -> Iterator[RenderableType]:
     for n, x in folded_layouts(laid):
         if x.source != "propagated":
             continue

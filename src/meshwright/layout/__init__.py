@@ -29,7 +29,18 @@ from .placement import (
     placement_from,
     unreducible,
 )  # fmt: skip
-from .spec import Spec, Wires, dtype_from, dtype_name, layout_data, layout_from, spec_data, spec_from, wider, widest
+from .spec import (
+    Spec,
+    Wires,
+    dtype_from,
+    dtype_name,
+    layout_data,
+    layout_from,
+    spec_data,
+    spec_from,
+    wider,
+    widest_accumulate_dtype,
+)
 from .table import LayoutLine, LayoutTable, load_layouts, read_layouts
 from .wire import CASTS, Float8, Wire, block_of, bytes_each, wire_bytes, wire_from, wire_name
 
@@ -39,5 +50,5 @@ __all__ = [
     "as_placement", "block_of", "bytes_each", "chunk_bounds", "chunk_sizes", "commute", "crowded", "cuts", "dtype_from",
     "dtype_name", "dual", "layout_data", "layout_from", "load_layouts", "marked", "marks_of", "neutral",
     "own_bounds", "own_ranges", "placement_from", "read_layouts", "spec_data", "spec_from", "unreducible", "wider",
-    "widest", "wire_bytes", "wire_from", "wire_name",
+    "widest_accumulate_dtype", "wire_bytes", "wire_from", "wire_name",
 ]  # fmt: skip

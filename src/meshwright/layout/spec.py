@@ -33,7 +33,8 @@ class Spec:
         reduced: Bit mask over axes: the gradient starts Partial on them. See *types of Replicate* in the design.
         undecided: Bit mask over axes on which either is still possible, as for leaves that no op has used.
         sums: Least dtype in which the value and its gradient are summed over ranks. Default: their own.
-        wires: Communication formats of the value (`wire`) and of its gradient (`grad_wire`). Default: their own dtype.
+        wires: Communication formats of the value (`wire`) and of its gradient (`grad_comm_format`). Default:
+            their own dtype.
 
     Examples:
         ```python
@@ -119,7 +120,7 @@ class Spec:
         return self.wires[0]
 
     @property
-    def grad_wire(self) -> Wire | None:
+    def grad_comm_format(self) -> Wire | None:
         """The same of its gradient."""
         return self.wires[1]
 
@@ -239,7 +240,7 @@ def wider(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     return b if a.itemsize == 1 else a if b.itemsize == 1 else torch.promote_types(a, b)
 
 
-def widest(specs: Iterable[Spec]) -> torch.dtype | None:
+def widest_accumulate_dtype(specs: Iterable[Spec]) -> torch.dtype | None:
     """The dtype in which what is made of values of these specs is summed at least; None: its own."""
     found: torch.dtype | None = None
     for s in specs:

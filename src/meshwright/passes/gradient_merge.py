@@ -226,9 +226,9 @@ class Merge:
         found: dict[fx.Node, None] = {}
         for node in self.graph.nodes:
             if info_of(node).grad_of:
-                at = unsent(node, self.whole_sums)
+                at = before_reduction(node, self.whole_sums)
                 if self.seeded:
-                    at = next((n for n in _as_good(at) if self._lies(n) is not None), at)
+                    at = next((n for n in _equivalent_cuts(at) if self._lies(n) is not None), at)
                 found.update(dict.fromkeys(self.contributions[at].values() if at in self.contributions else (at,)))
         yield from found
 
@@ -343,7 +343,7 @@ class Merge:
             with program.graph.inserting_after(at):
                 call(program.graph, aten.add_.Tensor, (held, counted), UPDATE_WEIGHTS.beside(checked_value(held)))
             if self.seeded and isinstance(self.alpha, fx.Node):
-                self.alpha = self._from_seed(program, self.alpha)
+                self.alpha = self._seed_with_weight(program, self.alpha)
         for s in sums:
             self._added(program.graph, named[s.node.name], named[s.place.name], end)
 
@@ -356,7 +356,7 @@ class Merge:
         self.totals: dict[fx.Node, fx.Node] = {}
         self.scaled: fx.Node | None = None
         if self.weight is not None:
-            self._share(earlier)
+            self._scale_by_weight(earlier)
 
         def later(user: fx.Node) -> bool:
             return user not in earlier
@@ -397,7 +397,7 @@ class Merge:
         assert self.weight_nodes is not None
         return self.weight_nodes.of_micro_batch(graph, None if self.count is None else named[self.count.name])
 
-    def _from_seed(self, program: Program, by: fx.Node) -> float:
+    def _seed_with_weight(self, program: Program, by: fx.Node) -> float:
         """Start the backward from a micro-batch's weight, in a unit in which it is about 1: that unit."""
         batch = (i.spec.shape.numel() for i in program.inputs if i.kind == "batch" and i.spec is not None)
         unit = float(2 ** int(math.log2(max(batch, default=1) or 1)))
@@ -415,7 +415,7 @@ class Merge:
         read_instead(users, {seed: made})
         return unit
 
-    def _share(self, earlier: set[fx.Node]) -> None:
+    def _scale_by_weight(self, earlier: set[fx.Node]) -> None:
         """In the last micro-step, whose backward is to come: sums become its share of the mean, and so does alpha."""
         assert self.weight is not None
         before = set(self.graph.nodes)
@@ -483,18 +483,18 @@ class Merge:
             named = {n.name: n for n in made.placeholders}
             self._divided(made.graph, [named[s.place.name] for s in sums], named[self.weights.name])
             return made
-        return self._leftover(made) if self.avg else made
+        return self._with_flush_scale(made) if self.avg else made
 
-    def _leftover(self, program: Program) -> Program:
+    def _with_flush_scale(self, program: Program) -> Program:
         """Sums of fewer than k micro-steps become their mean."""
         graph, inputs = program.graph, program.placeholders
         places = [n for n, i in zip(inputs, program.inputs, strict=True) if i.kind == "accumulator"]
         with graph.inserting_after(inputs[-1]):
-            factor = graph.placeholder("leftover")
+            factor = graph.placeholder("flush_scale")
         annotate(factor, role="input", value=self._number())
         with graph.inserting_after(factor):
             call(graph, aten._foreach_mul_.Tensor, (places, factor), UPDATE)
-        return replace(program, inputs=(*program.inputs, Input("leftover", "hyper")))
+        return replace(program, inputs=(*program.inputs, Input("flush_scale", "hyper")))
 
 
 def _names(node: fx.Node) -> list[str]:
@@ -504,7 +504,7 @@ def _names(node: fx.Node) -> list[str]:
     return [name for name, _ in info_of(node).grad_of]
 
 
-def _as_good(node: fx.Node) -> Iterator[fx.Node]:
+def _equivalent_cuts(node: fx.Node) -> Iterator[fx.Node]:
     """A node and those beside it that may be summed over micro-steps in its place: nothing is sent between them."""
     yield node
     at = node
@@ -517,7 +517,7 @@ def _as_good(node: fx.Node) -> Iterator[fx.Node]:
         yield at
 
 
-def unsent(node: fx.Node, whole_sums: bool) -> fx.Node:
+def before_reduction(node: fx.Node, whole_sums: bool) -> fx.Node:
     """Where the value of a gradient was before anything, or an all-reduce without ``whole_sums``, was sent.
 
     Sums over ranks and over micro-steps may change places, as long as all in between is linear and serves this gradient
@@ -537,4 +537,4 @@ def unsent(node: fx.Node, whole_sums: bool) -> fx.Node:
     return found
 
 
-__all__ = ["Contributions", "GradientMerge", "Merge", "unsent"]
+__all__ = ["Contributions", "GradientMerge", "Merge", "before_reduction"]

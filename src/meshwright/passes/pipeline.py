@@ -233,7 +233,7 @@ def _with_loss(step: Program, flush: Program, merge: Merge, last: int) -> tuple[
     assert out.spec is not None
     spec = out.spec.with_(dtype=torch.float64)
     held = Input(LOSS, "accumulator", spec)
-    step, place = _given(step, held, "sum_loss", storage)
+    step, place = _with_number_input(step, held, "sum_loss", storage)
     (output,) = graph.find_nodes(op="output")
     of = NodeInfo("forward", source=info_of(loss).source, stage=last)
     by = merge.counted[1]
@@ -262,7 +262,7 @@ def _with_loss(step: Program, flush: Program, merge: Merge, last: int) -> tuple[
 
 def _returns(flush: Program, held: Input, out: Output) -> Program:
     graph, storage = flush.graph, new_storage(flush.graph)
-    flush, place = _given(flush, held, "sum_loss", storage)
+    flush, place = _with_number_input(flush, held, "sum_loss", storage)
     total: Any = next((n.args[1] for n in graph.nodes if n.target is aten._foreach_div_.Tensor), 1)
     if isinstance(total, fx.Node) and total.target is aten.masked_fill.Scalar:  # a mean over nothing is no number
         total = total.args[0]
@@ -279,7 +279,7 @@ def _returns(flush: Program, held: Input, out: Output) -> Program:
     return replace(flush, outputs=(out, *flush.outputs))
 
 
-def _given(program: Program, held: Input, name: str, storage: int) -> tuple[Program, fx.Node]:
+def _with_number_input(program: Program, held: Input, name: str, storage: int) -> tuple[Program, fx.Node]:
     """The program with one more input, a number."""
     with program.graph.inserting_after(program.placeholders[-1]):
         place = program.graph.placeholder(name)

@@ -129,13 +129,13 @@ class _Depth:
             at, drawn = self.order[readers[0]], _drawn(members) if draw else []
             if sum(map(_bytes, drawn)) <= _STATE:
                 drawn = []
-            kept = self._kept(region, members, at, drawn)
+            kept = self._not_recomputed(region, members, at, drawn)
             if not kept.isdisjoint(drawn):  # all or none: each draws behind the one before
                 drawn = []
-                kept = self._kept(region, members, at, drawn)
+                kept = self._not_recomputed(region, members, at, drawn)
             self._repeat(self._needed(members, kept, readers, drawn), readers, drawn)
 
-    def _kept(self, region: Any, members: dict[fx.Node, None], at: int, drawn: list[fx.Node]) -> set[fx.Node]:
+    def _not_recomputed(self, region: Any, members: dict[fx.Node, None], at: int, drawn: list[fx.Node]) -> set[fx.Node]:
         """What is not computed again at a place, where these draw their numbers again."""
         fresh = {s for n in members for s in storages(n) if self.born[s] in members}
         held, kept = set[int](), set[fx.Node]()

@@ -41,7 +41,7 @@ class SplitCheckpoints(Pass):
 
     def apply(self, program: Program) -> tuple[Program, PassRecord]:
         """The program in which parts are kept of what nobody writes to."""
-        made = _Kept(copied(program))
+        made = _SavedShards(copied(program))
         writes: dict[int, int] = defaultdict(int)  # storage to where it was written to last
         for node, i in made.order.items():
             for s in written(node):
@@ -74,7 +74,7 @@ def _read(graph: fx.Graph) -> dict[fx.Node, Region]:
     return found
 
 
-class _Kept(Rewrite):
+class _SavedShards(Rewrite):
     def split(self, node: fx.Node, region: Region, later: list[fx.Node]) -> list[tuple[int, int]]:
         """Keep one value in parts for those that read it later, where it is whole on an axis that is asked for.
 

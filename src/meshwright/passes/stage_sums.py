@@ -21,7 +21,7 @@ from ..program.ir.nodes import UPDATE, NodeInfo, annotate, call, checked_value, 
 from ..program.ir.program import Input, Message, Output, Program
 from ..program.ir.subgraphs import new_storage, of_forward, read_instead
 from .batch_weights import UPDATE_WEIGHTS
-from .gradient_merge import Contributions, unsent
+from .gradient_merge import Contributions, before_reduction
 
 aten = torch.ops.aten
 # What is done to a gradient as autograd gave it: it is cast, and cut to what its stage has.
@@ -56,7 +56,7 @@ def contributions(program: Program, whole_sums: bool) -> Contributions:
         if home is None:
             continue
         node = _cut_behind(node)
-        behind, root = _joined(unsent(node, whole_sums), whole_sums)
+        behind, root = _joined(before_reduction(node, whole_sums), whole_sums)
         terms = list(_terms(root))
         of: dict[int, list[fx.Node]] = {}
         for term in terms:
@@ -77,7 +77,7 @@ def contributions(program: Program, whole_sums: bool) -> Contributions:
             annotate(end, grad_of=())
         for one in (end, *behind[::-1], root):
             _erase(one)
-        made[unsent(node if info_of(node).grad_of else total, whole_sums)] = each
+        made[before_reduction(node if info_of(node).grad_of else total, whole_sums)] = each
     return made
 
 

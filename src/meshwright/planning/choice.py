@@ -38,7 +38,7 @@ def choose_strands(strands: Strands, plan: Mapping[str, tuple[int, str]], *, pai
         pairs: split nothing but pairs.
     """
     found, made = strands.found(), Chosen()
-    told = {id(s): _told(strands, s, plan) for s in found}
+    told = {id(s): _splits_as_planned(strands, s, plan) for s in found}
     found.sort(key=lambda s: (not told[id(s)], not s.pairs, s.bytes / s.work if s.work else math.inf))
     params = {id(s): [k for k in s.slots if k in strands.params] for s in found}
     taken: set[str] = set()
@@ -69,7 +69,7 @@ def choose_strands(strands: Strands, plan: Mapping[str, tuple[int, str]], *, pai
     return made
 
 
-def _told(strands: Strands, strand: Strand, plan: Mapping[str, tuple[int, str]]) -> bool:
+def _splits_as_planned(strands: Strands, strand: Strand, plan: Mapping[str, tuple[int, str]]) -> bool:
     """Whether the model's own plan splits what a strand splits."""
     named = [
         (plan.get(strands.params[k], (None, ""))[0], p.dim) for k, p in strand.slots.items() if k in strands.params

@@ -155,17 +155,17 @@ class _Reader:
             target = _operator(given["target"]) if op == "call_function" else _identifier(given["target"])
             node = graph.create_node(op, target, args, kwargs, name=name)
             node.name = name
-            node.meta["info"] = self._made(NodeInfo, given["info"])
+            node.meta["info"] = self._typed_dataclass(NodeInfo, given["info"])
             named[name] = node
         parts = {_identifier(name): self.program(part, depth + 1) for name, part in data["parts"].items()}
         return Program(
             self.mesh,
             self.rank,
             graph,
-            tuple(self._made(Input, i) for i in data["inputs"]),
-            tuple(self._made(Output, o) for o in data["outputs"]),
-            tuple(self._made(Record, c) for c in data["causes"]),
-            tuple(self._made(Origin, o) for o in data["origins"]),
+            tuple(self._typed_dataclass(Input, i) for i in data["inputs"]),
+            tuple(self._typed_dataclass(Output, o) for o in data["outputs"]),
+            tuple(self._typed_dataclass(Record, c) for c in data["causes"]),
+            tuple(self._typed_dataclass(Origin, o) for o in data["origins"]),
             self.constants,
             _word(data["update"]),
             parts,
@@ -173,7 +173,7 @@ class _Reader:
             tuple(map(_word, data["passes"])),
         )
 
-    def _made(self, kind: Any, given: Mapping[str, Any]) -> Any:
+    def _typed_dataclass(self, kind: Any, given: Mapping[str, Any]) -> Any:
         """One of the program's dataclasses, if its fields are of their types."""
         made = kind(**{k: self._decoded(v, {}) for k, v in given.items()})
         for f in fields(made):

@@ -28,7 +28,7 @@ from .capture.build import Built, Plan
 from .capture.export_caches import forgotten
 from .capture.free_variables import Place
 from .capture.interrupts import interrupts_deferred
-from .capture.ledger import Asked, ledger_of
+from .capture.ledger import OptionUse, ledger_of
 from .capture.optimizers import check_unscaled, difference, numbers_of, options_of, parts_of
 from .capture.scale import SCALE
 from .check.digest import digest_of
@@ -236,7 +236,7 @@ class CompiledStep:
             made = self._source.record(self._structure.nested(leaves), False, True)
         return made.program, made.leaves, made.tree
 
-    def _asked(self, recorded: Recorded, more: Mapping[str, Any]) -> tuple[Asked, ...]:
+    def _asked(self, recorded: Recorded, more: Mapping[str, Any]) -> tuple[OptionUse, ...]:
         if recorded.built is None:
             return ()
         asked = getattr(self._transform, "passes", ())
@@ -296,7 +296,7 @@ class CompiledStep:
         return ready.program
 
     @property
-    def ledger(self) -> tuple[Asked, ...]:
+    def ledger(self) -> tuple[OptionUse, ...]:
         """What was asked of the step, and what became of each request; of a step by hand, what its passes came to."""
         return (*self._ledger, *self._proofs.asked())
 

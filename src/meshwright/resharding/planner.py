@@ -32,7 +32,7 @@ from ..layout import (
     crowded,
     cuts,
     dual,
-    widest,
+    widest_accumulate_dtype,
 )
 from ..ranks import runtime
 from . import conversions
@@ -91,7 +91,7 @@ def plan(src: Spec, dst: Spec) -> ConversionPlan:
 def _plan(src: Spec, dst: Spec, spared: int) -> ConversionPlan:
     if src.shape != dst.shape or src.mesh != dst.mesh:
         raise ConversionError(f"cannot convert {src!r} on {src.mesh!r} into {dst!r} on {dst.mesh!r}")
-    sums, wires, open_ = widest((src, dst)), src.wires, src.undecided & dst.undecided
+    sums, wires, open_ = widest_accumulate_dtype((src, dst)), src.wires, src.undecided & dst.undecided
     src, dst = _value(src, sums, wires, open_), _value(dst, sums, wires, open_)
     if src is dst:
         return ConversionPlan(src, dst, (), 0.0, 0.0)

@@ -18,7 +18,7 @@ from torch.overrides import has_torch_function
 from .. import torch_changes
 from ..compat import TorchDispatchMode, tree_leaves
 from ..errors import DispatchError
-from ..operators import GIVEN, KEPT, internal, kept_whole, part_of
+from ..operators import GIVEN, KEPT, internal, opaque_operator, part_of
 from .dims import nothing, with_row
 from .factor_notation import Arg, Local, LocalFn, Rule, composite, notation, rule
 from .users_function import on_parts
@@ -159,7 +159,7 @@ def _whole(xs: Sequence[Tensor], combine: int, pointwise: bool) -> list[Tensor]:
     return list(associative_scan_rows(GIVEN.made[combine], pointwise, *xs))
 
 
-_WHOLE = kept_whole("associative_scan(Tensor[] xs, int combine, bool pointwise) -> Tensor[]", _whole)
+_WHOLE = opaque_operator("associative_scan(Tensor[] xs, int combine, bool pointwise) -> Tensor[]", _whole)
 composite("meshwright::associative_scan")(_whole)
 
 

@@ -310,7 +310,7 @@ def _target_weights(target: Tensor, weight: Tensor | None, ignore_index: int, sh
     if weight is None:
         return (target != ignore_index).to(torch.int64)
     own, place = own_class(target, shelf, ignore_index)
-    return torch.where(own, shelf.stocked(weight, 0)[place], 0.0)
+    return torch.where(own, shelf.with_zero_row(weight, 0)[place], 0.0)
 
 
 # --------------------------------------------------------------------------------------------- log likelihood
@@ -356,8 +356,8 @@ def _pick(
 ) -> Tensor:
     classes = 0 if x.ndim == 1 else 1
     own, place = own_class(target, shelf, ignore_index)
-    picked = -of_class(shelf.stocked(x, classes), classes, place)
+    picked = -of_class(shelf.with_zero_row(x, classes), classes, place)
     if weight is not None:
-        picked = picked * shelf.stocked(weight, 0)[place]
+        picked = picked * shelf.with_zero_row(weight, 0)[place]
     picked = torch.where(own, picked, 0.0)
     return picked if reduction == NONE else picked.sum()

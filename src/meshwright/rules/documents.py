@@ -18,7 +18,7 @@ import torch.nn as nn
 from .. import collective
 from ..compat import FakeTensor
 from ..errors import DesyncError, DispatchError
-from ..operators import internal, kept_whole, operator, part_of
+from ..operators import internal, opaque_operator, operator, part_of
 from ..ranks import runtime
 from .attention import shares, ulysses, ulysses_axes
 from .attention_blocks import QueryRows, attend, flat, in_blocks, seen
@@ -147,7 +147,7 @@ def _on_one(
     return made
 
 
-_WHOLE = kept_whole(
+_WHOLE = opaque_operator(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? documents, bool lengths, bool is_causal, int window, "
     "float dropout_p, float? scale) -> Tensor",
     _on_one,

@@ -19,7 +19,7 @@ import torch.nn as nn
 
 from ..errors import DispatchError, near
 from ..layout import Shard
-from ..operators import GIVEN, internal, kept_whole, operator
+from ..operators import GIVEN, internal, opaque_operator, operator
 from ..ranks import runtime
 from .expert_kernels import DERIVATIVES, ExpertRows
 from .factor_notation import APPLIES_TO, IMPLEMENTATIONS, Arg, Local, LocalFn, Rule, composite, notation, rule
@@ -116,7 +116,7 @@ def _on_one(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, *rest: Any
     return _run((0, len(gate_up)), x, ids, weights, gate_up, *rest)
 
 
-_WHOLE = kept_whole(
+_WHOLE = opaque_operator(
     "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias, "
     "Tensor? down_bias, str act, bool each) -> Tensor",
     _on_one,
@@ -334,7 +334,7 @@ def _load(ids: Tensor, experts: int) -> Tensor:
     )
 
 
-_LOAD = kept_whole("expert_load(Tensor ids, int experts) -> Tensor", _load)
+_LOAD = opaque_operator("expert_load(Tensor ids, int experts) -> Tensor", _load)
 
 
 @rule("meshwright::expert_load")

@@ -14,7 +14,7 @@ import torch
 
 from ..compat import redispatch_function
 from ..layout import Shard, Spec, chunk_bounds
-from ..operators import KEPT, internal, kept_whole, operator, part_of
+from ..operators import KEPT, internal, opaque_operator, operator, part_of
 from .cross_entropy import losses, of_class, own_class, reduced
 from .factor_notation import Arg, Local, LocalFn, Rule, composite, notation, rule
 from .index import VocabRange
@@ -57,7 +57,7 @@ def _whole(
     return made
 
 
-_WHOLE = kept_whole(
+_WHOLE = opaque_operator(
     "linear_cross_entropy(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias=None, "
     "Tensor? weight=None, str reduction='mean', int? ignore_index=None, float label_smoothing=0.0, "
     "bool options=False) -> Tensor",

@@ -238,7 +238,7 @@ class VocabRange:
         away = not self.start <= at < self.stop
         return 0 if away else at - self.start, away
 
-    def stocked(self, x: Tensor, dim: int) -> Tensor:
+    def with_zero_row(self, x: Tensor, dim: int) -> Tensor:
         """``x``, the own part, with a row of zeros where it has none: every rank looks up, and checks, alike."""
         if self.start != self.stop:
             return x
@@ -284,7 +284,7 @@ def _take_own(ctx: Local, made: Index, factors: Mapping[int, str], sizes: Sequen
             after += not isinstance(a, int)
             if shelf is None:
                 continue
-            x = shelf.stocked(x, d - 1)
+            x = shelf.with_zero_row(x, d - 1)
             if isinstance(a, (int, slice)):
                 at, gone = shelf.place(a if isinstance(a, int) else a.indices(shelf.size)[0])
                 items[i] = at if isinstance(a, int) else slice(at, at + 1)
@@ -344,7 +344,7 @@ def _looked_up(
 
         def lookup(x: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
             inside, away = shelf.find(index)
-            return op(shelf.stocked(x, d), d, inside, **kwargs).masked_fill(widened(away, after), 0)
+            return op(shelf.with_zero_row(x, d), d, inside, **kwargs).masked_fill(widened(away, after), 0)
 
         return shelf.checked(lookup)
 

@@ -82,7 +82,7 @@ def _cut(x: Arg, dim: int, size: int | None, start: int | None, step: int = 1) -
         at, lost = shelf.place(start)
 
         def own(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            x = shelf.stocked(x, d)
+            x = shelf.with_zero_row(x, d)
             return hidden(x.select(d, at) if size is None else x.narrow(d, at, 1), lost)
 
         return own

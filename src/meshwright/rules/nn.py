@@ -68,7 +68,7 @@ def embedding(
 
         def lookup(weight: Tensor, indices: Tensor, *args: Any, **named: Any) -> Tensor:
             inside, away = shelf.find(indices)
-            return torch.embedding(shelf.stocked(weight, 0), inside, padding).masked_fill(away.unsqueeze(-1), 0)
+            return torch.embedding(shelf.with_zero_row(weight, 0), inside, padding).masked_fill(away.unsqueeze(-1), 0)
 
         return shelf.checked(lookup)
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import DispatchError
-from ..operators import internal, kept_whole, part_of
+from ..operators import internal, opaque_operator, part_of
 from .dims import nothing
 from .factor_notation import Arg, Local, LocalFn, Rule, composite, notation, rule
 
@@ -116,7 +116,7 @@ def gated_delta_rows(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, b
     return _rows_of(chunks, states, value)
 
 
-_WHOLE = kept_whole(
+_WHOLE = opaque_operator(
     "gated_delta_rule(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor beta, int chunk) -> Tensor",
     gated_delta_rows,
 )

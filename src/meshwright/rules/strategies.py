@@ -297,7 +297,7 @@ class Rule:
         if units is None:
             return None
         holders = {i for i, dims in enumerate(self.inputs) if any(factor in dim for dim in dims)}
-        if self.reduced.get(factor) == "sum" and not self._terms_told(holders):
+        if self.reduced.get(factor) == "sum" and not self._terms_are_known(holders):
             return None
         inputs: list[Placement] = []
         for i, dims in enumerate(self.inputs):
@@ -348,7 +348,7 @@ class Rule:
                 units[name] = tuple(own) if len(own) > 1 else ()
         return {**units, factor: blocks or (() if factor in self.crossing else tuple(n for _, n in parts if n))}
 
-    def _terms_told(self, holders: AbstractSet[int]) -> bool:
+    def _terms_are_known(self, holders: AbstractSet[int]) -> bool:
         """Whether it is clear which terms the ranks add up.
 
         In ``index_put(x, index, number, accumulate=True)`` only the index has the factor.  Nothing tells that the

@@ -179,7 +179,7 @@ Shelves = dict[int, VocabRange]  # split dim to this rank's part of it
 
 def _set_here(shelves: Shelves) -> LocalFn:
     def local(x: Tensor, index: Any, value: Any) -> None:
-        into = _stocked(x, shelves)
+        into = _with_zero_row(x, shelves)
         part = _own_part(into, index, value, shelves)
         if part is not None:
             # By way of a view: what fills all that this rank has would otherwise cut it off from what was there, and
@@ -193,7 +193,7 @@ def _set_here(shelves: Shelves) -> LocalFn:
 
 def _put_here(shelves: Shelves) -> LocalFn:
     def local(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Tensor:
-        into = _stocked(x, shelves)
+        into = _with_zero_row(x, shelves)
         own = _own_part(into, full_slices(indices), values, shelves, accumulate)
         if own is None:
             raise AssertionError("index tensors always have a part")
@@ -204,10 +204,10 @@ def _put_here(shelves: Shelves) -> LocalFn:
     return local
 
 
-def _stocked(x: Tensor, shelves: Shelves) -> Tensor:
+def _with_zero_row(x: Tensor, shelves: Shelves) -> Tensor:
     """``x`` with a row where this rank has none, so that its index tensors are checked as those of the others."""
     for d, shelf in shelves.items():
-        x = shelf.stocked(x, d)
+        x = shelf.with_zero_row(x, d)
     return x
 
 

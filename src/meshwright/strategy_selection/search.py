@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from ..errors import DispatchError
-from ..layout import Partial, Placement, Replicate, Shard, Spec, commute, crowded, wider, widest
+from ..layout import Partial, Placement, Replicate, Shard, Spec, commute, crowded, wider, widest_accumulate_dtype
 from ..mesh import Mesh
 from ..ranks.runtime import Recent
 from ..resharding.cost import held_bytes
@@ -140,7 +140,7 @@ class Search:
     @cached_property
     def sums(self) -> torch.dtype | None:
         """The dtype in which what is made of the inputs is summed at least."""
-        return widest(self.ins)
+        return widest_accumulate_dtype(self.ins)
 
     def wide(self, dtype: torch.dtype) -> float:
         """Bytes that are sent in a sum over ranks for each byte of a value of this dtype."""

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from ..layout import Layout, Placement, Replicate, Shard, Spec, widest
+from ..layout import Layout, Placement, Replicate, Shard, Spec, widest_accumulate_dtype
 from ..mesh import Mesh
 from ..rules.strategies import Dims, Rule, Strategy
 
@@ -69,7 +69,7 @@ class Types:
 
     def of(self, ins: Sequence[Spec], outs: Sequence[Like]) -> Choice:
         """The choice for operands of these sizes."""
-        sources, inputs, outputs, sums = [], [], [], widest(ins)
+        sources, inputs, outputs, sums = [], [], [], widest_accumulate_dtype(ins)
         for spec, o in zip(ins, self.operands, strict=True):
             source = want = spec
             typed = o.want == spec.reduced and o.undecided == spec.undecided and sums is spec.sums

@@ -34,7 +34,7 @@ from .gradients import (
 )
 from .inference import Inference, infer, of_rule
 from .opened import OpenTensor
-from .substitutes import OPEN, stands_in, within
+from .substitutes import OPEN, unsharded_for_read, within
 
 __all__ = [
     "GRADIENT",
@@ -59,9 +59,9 @@ __all__ = [
     "infer",
     "of_rule",
     "read",
-    "stands_in",
     "stash_assigned_grad",
     "tell",
+    "unsharded_for_read",
     "whole",
     "within",
     "wrap",

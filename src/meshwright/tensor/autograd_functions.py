@@ -30,10 +30,10 @@ from ..compat import apply_function
 from ..dispatch import AS_OP, disabled, map_tensors, mesh_of, tensors_in
 from ..errors import ShardError
 from ..generator.dropout import run_alike
-from ..layout import Layout, Replicate, Spec, widest
+from ..layout import Layout, Replicate, Spec, widest_accumulate_dtype
 from ..local_tensor import bare
 from . import OPEN, DistTensor, whole, within, wrap
-from .split_checkpoints import KeptInputs, asked_again, check_reentrant
+from .split_checkpoints import SavedInputs, asked_again, check_reentrant
 
 _enabled = compat.is_torch_function_enabled
 _APPLY_IN_C = inspect.getattr_static(compat.function_base, "apply").__get__
@@ -76,7 +76,7 @@ def _gathered(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     args, kwargs = map_tensors((args, kwargs), lambda t: whole(t) if isinstance(t, DistTensor) else t)
     made = apply_function(cls, *args, **kwargs)
-    sums = widest(t._spec for t in tensors if isinstance(t, DistTensor))
+    sums = widest_accumulate_dtype(t._spec for t in tensors if isinstance(t, DistTensor))
     with disabled():
         for t in tensors_in(made):
             if type(t) is torch.Tensor:
@@ -302,7 +302,7 @@ def _keep_layouts() -> None:
     @functools.wraps(save)
     def saved(self: Any, *args: Any) -> None:
         self.recompute_fn = asked_again(within(OPEN.scopes, run_alike(self.recompute_fn)))
-        self._kept = KeptInputs(args)
+        self._kept = SavedInputs(args)
         save(self, *self._kept.args)
         self._kept.args = []
 

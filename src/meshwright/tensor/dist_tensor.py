@@ -22,10 +22,10 @@ from ..dispatch import (
     Kwargs,
     ask_gradient,
     call_disabled,
+    convert_layout,
     disabled,
     gradient_types,
     refresh,
-    relayout,
     remember_detached,
     resolve_types,
     tensors_in,
@@ -52,7 +52,7 @@ from ..mesh import Mesh, mesh_data, mesh_from
 from ..ranks import runtime
 from ..resharding import executor, planner
 from ..rules.strided import ROW_MAJOR
-from .substitutes import itself, stands_in
+from .substitutes import itself, unsharded_for_read
 
 Tensor = torch.Tensor
 
@@ -161,7 +161,7 @@ class DistTensor(torch.Tensor):
         Its gradient must have the layout of this tensor's gradient: whole on each rank where the tensor is
         replicated or Partial, the own shard where it is sharded.
         """
-        self = stands_in(self)
+        self = unsharded_for_read(self)
         refresh(self, call_enabled)
         with disabled():
             if self._spec.undecided and self.requires_grad:
@@ -226,7 +226,7 @@ class DistTensor(torch.Tensor):
             return self
         refresh(self, call_enabled)
         with disabled():
-            return cast(DistTensor, relayout(self, target, wrap))
+            return cast(DistTensor, convert_layout(self, target, wrap))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec = self._spec
@@ -349,7 +349,7 @@ class DistTensor(torch.Tensor):
         typed = value._spec.with_(reduced=old.reduced, undecided=old.undecided)
         self._spec = marked(typed, Marks(stored=marks_of(old).stored))  # other memory: a view of nothing any more
         if not typed.shape:
-            number_made(self)
+            on_scalar_created(self)
 
     def detach(self) -> DistTensor:
         """The tensor without its history, sharing memory.
@@ -359,7 +359,7 @@ class DistTensor(torch.Tensor):
         """
         made = _detached(self)
         if not made._spec.shape:
-            number_made(made)
+            on_scalar_created(made)
         return made
 
     def register_hook(self, hook: Callable[[DistTensor], DistTensor | None]) -> Any:
@@ -463,7 +463,7 @@ def wrap(local: Tensor, spec: Spec) -> DistTensor:
     made = cast(DistTensor, local)
     made._spec = spec
     if not spec.shape:
-        number_made(made)
+        on_scalar_created(made)
     return made
 
 
@@ -487,7 +487,7 @@ class Numbers(threading.local):
 _NUMBERS = Numbers()
 
 
-def number_made(t: DistTensor) -> None:
+def on_scalar_created(t: DistTensor) -> None:
     """A tensor of no dims was made, or has lost its history."""
     told = Numbers.to_be_read
     if (
@@ -512,7 +512,7 @@ def compute(fn: Any, args: Args, kwargs: Kwargs) -> Any:
         _NUMBERS.unseen = False
     for t in tensors_in(made):
         if isinstance(t, DistTensor) and not t._spec.shape:
-            number_made(t)
+            on_scalar_created(t)
     return made
 
 
@@ -596,7 +596,9 @@ def as_layout_of(value: Tensor, spec: Spec) -> DistTensor:
     """A plain tensor in the place of a distributed one: a global value (the same everywhere), or a local part."""
     here = spec.mesh.coordinate(runtime.RT.rank)
     if tuple(value.shape) == tuple(spec.shape):
-        collective.claim_all("what takes the place of a DistTensor", [value], lambda: collective.group(spec.mesh))
+        collective.check_replicated_inputs(
+            "what takes the place of a DistTensor", [value], lambda: collective.group(spec.mesh)
+        )
         source = Spec(spec.shape, value.dtype, Layout(spec.mesh))
         target = spec.with_(dtype=value.dtype, undecided=0)
         local = executor.apply(planner.plan(source, target).steps, value)

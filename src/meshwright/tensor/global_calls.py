@@ -16,8 +16,8 @@ from ..dispatch import (
     ONCE,
     Args,
     Frontend,
+    FunctionOverride,
     Kwargs,
-    Special,
     autocast,
     call,
     call_disabled,
@@ -77,7 +77,7 @@ def _constrained(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     return brought(x, placements, tell, call_disabled)
 
 
-_SPECIAL: dict[str, Special] = {"detach": _detach, "detach_": _detach, "meshwright::constrain": _constrained}
+_SPECIAL: dict[str, FunctionOverride] = {"detach": _detach, "detach_": _detach, "meshwright::constrain": _constrained}
 
 
 class _Global(TorchFunctionMode):

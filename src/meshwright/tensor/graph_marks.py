@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from .. import compat, torch_changes
-from ..dispatch import disabled, refresh, relayout, wanted
+from ..dispatch import convert_layout, disabled, refresh, wanted
 from ..errors import CaptureError
 from ..layout import Layout, Placement, as_placement, dtype_from, dtype_name, placement_from
 from ..operators import operator
@@ -62,7 +62,7 @@ def brought(x: Tensor, placements: str, wrap: Any, call: Any) -> Tensor:
     if target is spec:
         return x
     with disabled():
-        return relayout(x, target, wrap)
+        return convert_layout(x, target, wrap)
 
 
 def _empty(

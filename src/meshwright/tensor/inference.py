@@ -78,7 +78,7 @@ def infer(name: str, args: Args, kwargs: Kwargs, outputs: Wishes | None = None) 
     """
     if outputs is None:
         args, kwargs = tree_map_only(Spec, _of_leaf, (args, kwargs))
-    asked = _Asked.of(name, args, kwargs, outputs or ())
+    asked = _ShapeQuery.of(name, args, kwargs, outputs or ())
     with naming(resolve(asked.func), asked.specs):
         asked.run()
         found = asked.ahead()
@@ -88,7 +88,7 @@ def infer(name: str, args: Args, kwargs: Kwargs, outputs: Wishes | None = None) 
 def of_rule(name: str, args: Args, kwargs: Kwargs, outputs: Wishes | None = None) -> Inference:
     """What the rule of an op answers by itself, also where eager code would rather compute the op as others; what eager
     code does where there is no rule.  Forward it is asked for inputs that need no gradient."""
-    asked = _Asked.of(name, args, kwargs, outputs or ())
+    asked = _ShapeQuery.of(name, args, kwargs, outputs or ())
     with naming(resolve(asked.func), asked.specs):
         asked.run(graded=False)
         found, rule = asked.ahead(), asked.rule()
@@ -101,7 +101,7 @@ def of_rule(name: str, args: Args, kwargs: Kwargs, outputs: Wishes | None = None
 
 
 @dataclass
-class _Asked:
+class _ShapeQuery:
     """One question, and the calls that answer it: ``told`` has those that were planned, in order."""
 
     name: str
@@ -116,7 +116,7 @@ class _Asked:
     graded: bool = True
 
     @classmethod
-    def of(cls, name: str, args: Args, kwargs: Kwargs, outputs: Wishes) -> _Asked:
+    def of(cls, name: str, args: Args, kwargs: Kwargs, outputs: Wishes) -> _ShapeQuery:
         func = _function(name)
         specs = [s for s in tree_leaves((args, kwargs)) if isinstance(s, Spec)]
         if not specs:
@@ -192,7 +192,7 @@ class _Asked:
         mine = _sent(self.records)
         middle = mesh.rank_at([n // 2 for n in mesh.sizes])
         if any(r.src == LOCAL for r in self.records) and middle != mesh.ranks[0]:
-            other = _Asked(self.name, self.func, self.args, self.kwargs, self.specs)
+            other = _ShapeQuery(self.name, self.func, self.args, self.kwargs, self.specs)
             other.run(graded=self.graded, rank=middle)
             mine = max(mine, _sent(other.records))
         return mine
@@ -262,10 +262,10 @@ class _Asked:
         one = self._ran(specs)
         return None if one is None else one.ahead()
 
-    def _ran(self, specs: Sequence[Spec]) -> _Asked | None:
+    def _ran(self, specs: Sequence[Spec]) -> _ShapeQuery | None:
         left = iter(specs)
         args, kwargs = tree_map_only(Spec, lambda _: next(left), (self.args, self.kwargs))
-        one = _Asked(self.name, self.func, args, kwargs, list(specs))
+        one = _ShapeQuery(self.name, self.func, args, kwargs, list(specs))
         try:
             one.run(self.graded)
         except MeshwrightError:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_changes
-from ..dispatch import INTO_PLAIN, Args, Kwargs, Special, call_disabled
+from ..dispatch import INTO_PLAIN, Args, FunctionOverride, Kwargs, call_disabled
 from ..errors import DispatchError
 from ..layout import marked, marks_of
 from ..resharding.executor import FORWARD_MODE, TRANSFORMS
@@ -82,7 +82,7 @@ def _constrained(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     return brought(x, placements, wrap, call_enabled)
 
 
-SPECIAL: dict[str, Special] = {
+SPECIAL: dict[str, FunctionOverride] = {
     **READERS,
     INTO_PLAIN: into_plain,
     "_make_dual": _no_forward_mode,

@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 
 from ..dispatch import SpecHandle, disabled, refresh, tensors_in, wanted
-from ..dispatch.views import KeptCopies
+from ..dispatch.views import SavedCopies
 from ..errors import LayoutError, ShardError
 from ..layout import Partial, Replicate, Shard, Spec, as_placement, marked, marks_of
 from ..local_tensor import bare
@@ -27,13 +27,13 @@ from . import DistTensor, call_enabled, wrap
 Tensor = torch.Tensor
 
 
-class _Asked(threading.local):
+class _InputsOption(threading.local):
     """What this thread's checkpoints are asked for: axis name to how inputs are kept; empty: as they are."""
 
     placements: Mapping[str, Shard] = {}
 
 
-ASKED = _Asked()
+ASKED = _InputsOption()
 REASON = "a checkpoint kept its input split (shard_checkpoint_inputs), and runs again for the backward"
 
 
@@ -128,7 +128,7 @@ class _Split:
         """The input again, with its values, and without its past."""
         plan = planner.plan(self.part, plain(self.types.spec))
         with torch.no_grad(), disabled(), record.asked("shard_checkpoint_inputs", plan, REASON):
-            made = _laid_out(executor.apply(plan.steps, bare(part)), self.strides)
+            made = _with_strides(executor.apply(plan.steps, bare(part)), self.strides)
         if self.requires_grad and not self.leaf:
             with torch.enable_grad():
                 made = _Computed.apply(made.data, torch.empty(0, requires_grad=True))  # data: no view of another
@@ -148,13 +148,13 @@ class _Computed(torch.autograd.Function):
         return None, None
 
 
-class KeptInputs:
+class SavedInputs:
     """The inputs of one checkpointed call: ``args`` is what is to be kept in their place."""
 
     def __init__(self, args: Sequence[Any]) -> None:
         for t in tensors_in(args):
             refresh(t, call_enabled)
-        self._copies = KeptCopies(
+        self._copies = SavedCopies(
             [a for a in args if isinstance(a, Tensor)]
         )  # of others autograd counts no writes either
         self._split: dict[int, _Split] = {}  # by place among all tensors
@@ -209,7 +209,7 @@ class KeptInputs:
         return t if split is None else split.joined(t)
 
 
-def _laid_out(t: Tensor, strides: tuple[int, ...]) -> Tensor:
+def _with_strides(t: Tensor, strides: tuple[int, ...]) -> Tensor:
     """``t`` with these strides, of which 0 says that a dim is one row, expanded."""
     if t.stride() == strides or not t.numel():
         return t
@@ -279,7 +279,7 @@ def check_reentrant() -> None:
 __all__ = [
     "ASKED",
     "REASON",
-    "KeptInputs",
+    "SavedInputs",
     "asked_again",
     "check_reentrant",
     "part_of",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .. import compat, torch_changes
-from ..dispatch import Args, Kwargs, Special, call_disabled, disabled, map_tensors, op_name, tensors_in
+from ..dispatch import Args, FunctionOverride, Kwargs, call_disabled, disabled, map_tensors, op_name, tensors_in
 from ..errors import DispatchError
 from .dist_tensor import BASE, DistTensor, Numbers, is_part, plain, read, seen, whole
 
@@ -155,7 +155,7 @@ def into_plain(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return func(*global_values(args), **global_values(kwargs))
 
 
-READERS: dict[str, Special] = {
+READERS: dict[str, FunctionOverride] = {
     **dict.fromkeys(("data_ptr", "const_data_ptr", "storage", "_typed_storage"), _address),
     "untyped_storage": _storage,
     "__dlpack__": _dlpack,

@@ -58,7 +58,7 @@ class _Open(threading.local):
 OPEN = _Open()
 
 
-def stands_in(p: Any) -> Any:
+def unsharded_for_read(p: Any) -> Any:
     """The tensor that ops of this thread read in the place of ``p``: itself, mostly."""
     spec = p.__dict__.get("_spec")
     if type(spec) is MarkedSpec and spec.marks.stored:
@@ -91,12 +91,12 @@ def with_stand_ins(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any] | N
     into = map_tensors(first, itself if op.turns else _written)
     if all(a is b for a, b in zip(tensors_in((first, rest, named)), _all(into, rest, named), strict=True)):
         return None
-    rest, named = map_tensors((rest, named), stands_in)
+    rest, named = map_tensors((rest, named), unsharded_for_read)
     return (*into, *rest), {**kwargs, **named}
 
 
 def _all(into: Any, rest: Any, named: Any) -> list[Tensor]:
-    return [*tensors_in(into), *map(stands_in, tensors_in((rest, named)))]
+    return [*tensors_in(into), *map(unsharded_for_read, tensors_in((rest, named)))]
 
 
 def _written(p: Tensor) -> Tensor:
@@ -124,4 +124,4 @@ def within(scopes: Sequence[Scope], fn: Callable[..., Any]) -> Callable[..., Any
     return run if scopes else fn
 
 
-__all__ = ["OPEN", "Scope", "itself", "stands_in", "with_stand_ins", "within"]
+__all__ = ["OPEN", "Scope", "itself", "unsharded_for_read", "with_stand_ins", "within"]

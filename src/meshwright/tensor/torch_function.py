@@ -48,7 +48,7 @@ def claim_plain(func: Any, args: Args, kwargs: Kwargs) -> None:
     if kwargs.get("beta") == 0 and plain and plain[0] is given[0]:  # of torch.addmm and its kind: it is not read
         del plain[0]
     name = resolve(func).name
-    collective.claim_all(name, plain, lambda: collective.group(mesh_of(given, name)))
+    collective.check_replicated_inputs(name, plain, lambda: collective.group(mesh_of(given, name)))
 
 
 EAGER = Frontend(wrap, call_enabled, compute, SPECIAL, with_stand_ins, claim_plain)

@@ -59,14 +59,14 @@ def _run_conversion(src: Spec, dst: Spec, value: Tensor, cotangent: Tensor) -> s
     x = local_part(value, src, 3).requires_grad_(carries_grad(src.dtype))
     out = executor.apply(conversion_plan(src, dst).steps, x)
     whole_ = executor.apply(conversion_plan(dst, everywhere).steps, out)
-    finding = _told("value", whole_.detach(), value)
+    finding = _difference("value", whole_.detach(), value)
     if not x.requires_grad:
         return finding
     (back,) = torch.autograd.grad(whole_, x, cotangent, retain_graph=True)
     for a in range(mesh.ndim):
         if src.reduced >> a & 1:  # each rank has a contribution
             back = collective.all_reduce(back, "sum", collective.group(mesh, (a,)))
-    finding = finding or _told("gradient", back, _expected(x.detach(), src, cotangent))
+    finding = finding or _difference("gradient", back, _expected(x.detach(), src, cotangent))
     if any(op != "sum" for op in (*src.layout.partial.values(), *dst.layout.partial.values())):
         return finding  # not linear in the parts
     # Cotangents of replicated (invariant) types are equal on all ranks; those of other types are per rank.
@@ -79,7 +79,7 @@ def _run_conversion(src: Spec, dst: Spec, value: Tensor, cotangent: Tensor) -> s
     return finding or (None if close else f"wrong transpose ({left} against {right})")
 
 
-def _told(what: str, got: Tensor, want: Tensor) -> str | None:
+def _difference(what: str, got: Tensor, want: Tensor) -> str | None:
     difference = difference_of(got, want)
     return None if difference is None else f"wrong {what} (difference {difference})"
 

@@ -72,13 +72,13 @@ class _OneDevice(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         made = super().run_node(n)
         if n.op == "call_function" and isinstance(made, Tensor):
-            seen = replace(_seen(n), folded=n not in self.live or self._given(n, made))
+            seen = replace(_seen(n), folded=n not in self.live or self._passes_through(n, made))
             self.tell(held(made, seen))
             if made.requires_grad:
                 watch_gradient(made, seen, self.tell)
         return made
 
-    def _given(self, node: fx.Node, made: Tensor) -> bool:
+    def _passes_through(self, node: fx.Node, made: Tensor) -> bool:
         """Whether an op gave what it was given, as ``to`` and ``detach`` do, or is one of several that another gave."""
         if node.target is operator.getitem:
             return True

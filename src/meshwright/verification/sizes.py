@@ -103,7 +103,7 @@ def fewer_layers(step: Step, mesh: Mesh) -> Step | None:
 
     Alike are blocks of the same modules, shapes and numbers, of which the same is said.  They keep their names.
     """
-    lists = {n: kept for n, m in _lists(step.model) if len(kept := _kept(step, n, m)) < len(m._modules)}
+    lists = {n: kept for n, m in _lists(step.model) if len(kept := _first_blocks(step, n, m)) < len(m._modules)}
     if not lists:
         return None
     gone = {
@@ -145,7 +145,7 @@ def _lists(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
             yield from _lists(child, path)
 
 
-def _kept(step: Step, name: str, blocks: nn.Module) -> list[str]:
+def _first_blocks(step: Step, name: str, blocks: nn.Module) -> list[str]:
     """Keys of the first blocks of each kind."""
     counted: dict[Any, int] = {}
     kept, indices = [], set(_indices(blocks))

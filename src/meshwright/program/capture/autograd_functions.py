@@ -125,11 +125,11 @@ def has_calls() -> bool:
     return bool(_CALLS.made or GIVEN.made)
 
 
-class Kept(TorchFunctionMode):
+class OpaqueFunctions(TorchFunctionMode):
     """Inside, functions of PyTorch that are to stay one call do."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return KEPT.get(func, func)(*args, **(kwargs or {}))
 
 
-__all__ = ["Kept", "functions_as_ops", "has_calls"]
+__all__ = ["OpaqueFunctions", "functions_as_ops", "has_calls"]

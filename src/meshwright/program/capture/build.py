@@ -27,7 +27,7 @@ from ...passes.split_checkpoints import SplitCheckpoints
 from ...ranks import runtime
 from ...shard.modules.constraints import Inputs, Outputs, hooked
 from ...shard.optimizers.kinds import builtin
-from ...shard.parameters.made_for import check_made_for, planned_for
+from ...shard.parameters.made_for import check_plan_matches, planned_for
 from ...shard.parameters.names import Names, matching
 from ...shard.parameters.packing import whole_over
 from ...shard.parameters.precision import Casts, Precisions, casts_of, check_autocast
@@ -39,7 +39,7 @@ from ..ir.program import Program
 from .complete import Completed, complete
 from .export import Captured, LossFn, capture
 from .fakes import writing_nothing
-from .loss_sums import Found, with_count
+from .loss_sums import MicroBatchWeight, with_count
 from .micro_batches import find_weight
 from .optimizers import Given, as_one, parts_of
 from .partition import Assignment, partition
@@ -209,7 +209,7 @@ def _build(
     homes: Homes | None,
     weighing: Weighing | None,
 ) -> Built:
-    check_made_for(model, mesh, plan.made_for)
+    check_plan_matches(model, mesh, plan.made_for)
     casts = _casts(model, mesh, plan)
     with _hooks(model, mesh, plan, casts) as met:
         captured = capture(model, loss_fn, batch, mesh.device, casts.dtypes)
@@ -219,7 +219,7 @@ def _build(
         constraints.update({s.node: Layout(mesh) for s in captured.sources if s.kind == "buffer" and s.name in plain})
     completed = complete(captured, mesh, constraints)
     stages = stages_of(model, captured, mesh, plan.stages, homes)
-    laid, final, kept = _laid(model, captured, completed, mesh, plan, casts, stages)
+    laid, final, kept = _assign_layouts(model, captured, completed, mesh, plan, casts, stages)
     counting = captured
     if weighing is not None and train:
 
@@ -250,12 +250,12 @@ def _weighed(
     capture_again: Callable[[Any], Captured],
     batch: Any,
     weighing: Weighing,
-) -> Found:
+) -> MicroBatchWeight:
     """What the loss is a mean over: it depends on nothing but the graph, global layouts and values of constants."""
     layouts = {s.node: completed.layouts[s.node] for s in captured.sources if s.kind == "batch"}
     values = constants_of(s.value for s in captured.sources if s.value is not None)
 
-    def found() -> Found:
+    def found() -> MicroBatchWeight:
         return find_weight(captured, layouts, capture_again, batch, weighing)
 
     if values is None:
@@ -263,7 +263,7 @@ def _weighed(
     return answered(captured.answers, ("loss weight", *layouts.items(), weighing, values), found)
 
 
-def _counting(captured: Captured, laid: Assignment, found: Found) -> tuple[Captured, Assignment]:
+def _counting(captured: Captured, laid: Assignment, found: MicroBatchWeight) -> tuple[Captured, Assignment]:
     """The step, and its layouts, with the count of a micro-batch as its last output, where values say it."""
     laid = replace(laid, weight=found.weight)
     if not found.weight.counted:
@@ -447,7 +447,7 @@ def _are_placements(given: Mapping[Any, Any]) -> bool:
 # ---------------------------------------------------------------------------------------------- layouts as specs
 
 
-def _laid(
+def _assign_layouts(
     model: nn.Module,
     captured: Captured,
     completed: Completed,

@@ -36,7 +36,7 @@ from ...torch_changes import note
 from ..ir.regions import Path
 from ..ir.strides import Strides, dense
 from . import shared_export
-from .autograd_functions import Kept, functions_as_ops, has_calls
+from .autograd_functions import OpaqueFunctions, functions_as_ops, has_calls
 from .checkpoint_calls import Regions
 from .constant_documents import forget_single_documents
 from .fakes import replaced
@@ -49,8 +49,8 @@ from .refusals import (
     derived,
     generators,
     inference_without_gradients,
-    masks_as_given,
     refused,
+    without_mask_hints,
     without_validation,
 )
 from .row_picks import pick_within_rows
@@ -140,7 +140,7 @@ class StepModule(nn.Module):
         with (
             noting_attributes(self.assigned), buffers_written(self.model, self.assigned),
             refused(*derived(), *generators()), inference_without_gradients(), functions_as_ops(),
-            without_validation(), masks_as_given(), _autocast_caches(self.caches), Shapes(tensors),
+            without_validation(), without_mask_hints(), _autocast_caches(self.caches), Shapes(tensors),
         ):  # fmt: skip
             made = self.loss_fn(self.model, pytree.tree_unflatten(leaves, self.tree))
         check_returned(self.loss_fn, self.model, made)
@@ -255,8 +255,8 @@ def export(
     regions: dict[str, Path] = {}
     with (
         _swapped(step, fakes), naming_the_line(model, step.loss_fn), _quiet(), _noting_users_frames(),
-        gradients_marked(step.grad_dtype), preserve_node_meta(), Regions(partial(_annotated, regions)).noted(), Kept(),
-        _regions_flat(),
+        gradients_marked(step.grad_dtype), preserve_node_meta(), Regions(partial(_annotated, regions)).noted(),
+        OpaqueFunctions(), _regions_flat(),
     ):  # fmt: skip
         return torch.export.export(step, tuple(given), strict=False, dynamic_shapes=dynamic), regions
 

@@ -15,9 +15,9 @@ import torch.fx as fx
 
 from ... import compat
 from ...dispatch import (
+    convert_layout,
     gradient_types,
     refresh,
-    relayout,
     resolve_types,
     root,
     unit_cotangent,
@@ -211,7 +211,7 @@ class Interpreter:
                     raise CaptureError("autograd.grad of a value that is no scalar needs grad_outputs")
                 seeds.append(unit_cotangent(spec, spec.mesh.device))
             else:
-                seeds.append(relayout(cotangents[i], spec.grad().with_(dtype=cotangents[i].dtype), wrap))
+                seeds.append(convert_layout(cotangents[i], spec.grad().with_(dtype=cotangents[i].dtype), wrap))
         inputs = [self.leaf_of(x) for x in inputs]
         with wanting_gradients(inputs):
             made = torch.autograd.grad(
@@ -233,4 +233,4 @@ class Interpreter:
             return x
         refresh(x, self.calls.enabled)
         target = wanted(spec, placements)
-        return x if target is spec else relayout(x, target, wrap)
+        return x if target is spec else convert_layout(x, target, wrap)

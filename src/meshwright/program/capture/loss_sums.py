@@ -20,7 +20,7 @@ _SUM, _NONE = {int: 2, str: "sum"}, {int: 0, str: "none"}
 
 
 @dataclass(frozen=True)
-class Found:
+class MicroBatchWeight:
     """The weight of a micro-batch, and the captured nodes that count it, all alike."""
 
     weight: LossWeight
@@ -155,7 +155,7 @@ def _total_of(node: fx.Node) -> tuple[Any, Any, Any, int] | None:
     return node.target, *_with(node, "reduction", _SUM[type(reduction)]), each.numel()
 
 
-def with_count(captured: Captured, found: Found) -> tuple[Captured, dict[str, str]]:
+def with_count(captured: Captured, found: MicroBatchWeight) -> tuple[Captured, dict[str, str]]:
     """The step that returns the count of a micro-batch, too, and divides by one where nothing counts."""
     made, origins = counting(captured)
     editor = _Editor(made)
@@ -179,4 +179,4 @@ def _last_input(graph: fx.Graph) -> fx.Node:
     return [n for n in graph.nodes if n.op == "placeholder"][-1]
 
 
-__all__ = ["Found", "as_sums", "counting", "with_count"]
+__all__ = ["MicroBatchWeight", "as_sums", "counting", "with_count"]

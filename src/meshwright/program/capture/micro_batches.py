@@ -34,7 +34,7 @@ from ..ir.nodes import ancestors, draws, info_of, reduces, target_name
 from ..ir.trace import Recorder
 from .export import Captured
 from .interpret import Interpreter, spec_at
-from .loss_sums import Found, as_sums
+from .loss_sums import MicroBatchWeight, as_sums
 from .loss_terms import LossTerms, MicroBatch, Mixed, Term, constant, draws_numbers, is_whole_number, pairs_of
 from .row_numbers import Compared, Refused, compared_sizes
 from .source_lines import line_of
@@ -222,7 +222,7 @@ def find_weight(
     capture_again: Callable[[Any], Captured],
     batch: Any,
     weighing: Weighing,
-) -> Found:
+) -> MicroBatchWeight:
     """The weight of the micro-batches of a captured step.
 
     Args:
@@ -234,7 +234,7 @@ def find_weight(
         PassError: the loss is no weighted mean over micro-batches.
     """
     one = as_sums(captured)
-    found: list[Found] = []
+    found: list[MicroBatchWeight] = []
     errors: list[PassError] = []
     candidates = row_dims(captured, layouts, weighing.rows_dim)
     for dims in candidates:
@@ -281,7 +281,7 @@ def _captured_again(
         ) from error
 
 
-def _of_dims(one: Captured, two: Captured, dims: Dims, weighing: Weighing) -> Found:
+def _of_dims(one: Captured, two: Captured, dims: Dims, weighing: Weighing) -> MicroBatchWeight:
     def refused(node: fx.Node, why: str) -> PassError:
         line = info_of(node).line if "info" in node.meta else line_of(node)
         where = line or f"%{node.name}"
@@ -307,7 +307,7 @@ def _of_dims(one: Captured, two: Captured, dims: Dims, weighing: Weighing) -> Fo
 
 def _read(
     two: Captured, compared: Compared, dims: Dims, numbers_add: bool, weighing: Weighing, refused: Refused
-) -> Found:
+) -> MicroBatchWeight:
     """The weight, by one way to understand the step."""
     a, b = (recorded(two, compared, dims, numbers_add, place) for place in (0, 1))
     terms = LossTerms(a, weighing.hint)
@@ -343,7 +343,7 @@ class _Answer:
     def __init__(self, terms: LossTerms, weighing: Weighing) -> None:
         self.terms, self.weighing, self.recording = terms, weighing, terms.recording
 
-    def found(self) -> Found:
+    def found(self) -> MicroBatchWeight:
         loss, terms = self.recording.loss, self.terms.loss
         assert isinstance(terms, frozenset)
         expanded = [t for term in terms for t in self._expanded(term)]
@@ -353,7 +353,7 @@ class _Answer:
             if t.degree or t.factors:
                 raise self._refused(loss, "what is divided by a sum over the batch is none: divide a sum by a sum")
         if not rows:
-            return Found(LossWeight())
+            return MicroBatchWeight(LossWeight())
         divisors = {t.factors for t in rows}
         if len(divisors) > 1:
             raise self._refused(
@@ -385,7 +385,7 @@ class _Answer:
         for t in inner:
             yield from self._expanded(rest.times(t) if t.rows or t.factors else replace(rest.times(t), once=True))
 
-    def _by_sizes(self, rows: list[Term], fixed: list[Term]) -> Found:
+    def _by_sizes(self, rows: list[Term], fixed: list[Term]) -> MicroBatchWeight:
         loss, degrees = self.recording.loss, {t.degree for t in rows}
         if degrees == {0.0, -1.0}:
             raise self._refused(loss, "a sum over the batch and a mean over it are added")
@@ -397,12 +397,14 @@ class _Answer:
                     loss, "what is the same for all rows, a penalty say, is added to a sum over the batch, which "
                     "micro-batches would add each",
                 )  # fmt: skip
-            return Found(LossWeight())
+            return MicroBatchWeight(LossWeight())
         counts = sorted({round(t.count, 9) for t in rows})
         others = frozenset(round(n / counts[0], 9) for n in counts[1:])
-        return Found(LossWeight(counts[0], mean=True, others=others))
+        return MicroBatchWeight(LossWeight(counts[0], mean=True, others=others))
 
-    def _by_values(self, factors: tuple[tuple[Any, float], ...], rows: list[Term], fixed: list[Term]) -> Found:
+    def _by_values(
+        self, factors: tuple[tuple[Any, float], ...], rows: list[Term], fixed: list[Term]
+    ) -> MicroBatchWeight:
         if len(factors) > 1 or factors[0][1] > 0:
             raise self._refused(
                 self.recording.loss, "a mean over what the values of a batch say is divided by such a number again"
@@ -430,7 +432,7 @@ class _Answer:
             if x not in self.recording.names:
                 raise self._refused(at, f"{self.recording.op(info_of(x).source)} uses a sum over the rows of the batch")
             names.append(self.recording.names[x])
-        return Found(self._weight(x, power, function, of, fixed, at), tuple(dict.fromkeys(names)))
+        return MicroBatchWeight(self._weight(x, power, function, of, fixed, at), tuple(dict.fromkeys(names)))
 
     def _is_differentiated(self, source: str, x: fx.Node) -> bool:
         """Whether gradients go through a value that a captured node sums over micro-batches."""

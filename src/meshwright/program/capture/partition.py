@@ -16,7 +16,16 @@ import torch.fx as fx
 
 from ... import collective
 from ...compat import DataDependentOutputException, DynamicOutputShapeException
-from ...dispatch import CONVERT_WITH_GRAD_DTYPE, ONCE, CachedCast, link, relayout, resolve_types, root, unit_cotangent
+from ...dispatch import (
+    CONVERT_WITH_GRAD_DTYPE,
+    ONCE,
+    CachedCast,
+    convert_layout,
+    link,
+    resolve_types,
+    root,
+    unit_cotangent,
+)
 from ...errors import CaptureError
 from ...layout import Layout, Partial, Spec
 from ...mesh import Mesh
@@ -241,7 +250,7 @@ class _Partition:
         if have is None:
             return count
         with torch.no_grad():
-            return relayout(count, Spec(have.shape, have.dtype, Layout(self.mesh)), wrap)
+            return convert_layout(count, Spec(have.shape, have.dtype, Layout(self.mesh)), wrap)
 
     def _output(self, i: int, spec: Spec) -> Output:
         if self.laid.weight is not None and self.laid.weight.counted and i == len(self.captured.outputs) - 1:

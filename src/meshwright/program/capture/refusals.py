@@ -233,7 +233,7 @@ def without_validation() -> contextlib.AbstractContextManager[None]:
     return replaced(torch.distributions.Distribution, _validate_args=False)
 
 
-def masks_as_given() -> contextlib.AbstractContextManager[None]:
+def without_mask_hints() -> contextlib.AbstractContextManager[None]:
     """Inside, nn.Transformer and its kind do not look whether a mask is the causal one, which is only a hint to faster
     kernels: a capture has no values to look at."""
     return replaced(
@@ -255,8 +255,8 @@ __all__ = [
     "derived",
     "generators",
     "inference_without_gradients",
-    "masks_as_given",
     "refused",
     "without_anomaly_mode",
+    "without_mask_hints",
     "without_validation",
 ]

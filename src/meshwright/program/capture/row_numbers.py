@@ -67,7 +67,7 @@ def compared_sizes(one: Captured, two: Captured, refused: Refused) -> Compared:
         if s.value is not None and s.node in values:
             _check_constant(values[s.node], s.value, next(n for n in theirs if n.name == s.node), needed, refused)
     for a, b in zip(mine, theirs, strict=True):
-        inputs = [_laid_out(n) for n in b.all_input_nodes]
+        inputs = [_without_strides(n) for n in b.all_input_nodes]
         if b.name in batch or not varies.isdisjoint(inputs):
             varies.add(b)
         if _grew(a, b, b in needed, refused):
@@ -81,13 +81,13 @@ def compared_sizes(one: Captured, two: Captured, refused: Refused) -> Compared:
         if b not in varies and b.name not in by_row and any(n.name in by_row for n in inputs):
             rows = _row_count(a, b, {s.node: s.value for s in two.sources}, values, refused)
             row_counts.update({} if rows is None else {b.name: rows})
-    by_row |= {n.name for n in two.graph.nodes if _laid_out(n).name in by_row}
+    by_row |= {n.name for n in two.graph.nodes if _without_strides(n).name in by_row}
     if any(n.target is GRAD.default for n in theirs):  # gradients in the loss are typed by what autograd went through
         repeated = {}
     return Compared(degrees, frozenset(by_row), row_counts, repeated)
 
 
-def _laid_out(node: fx.Node) -> fx.Node:
+def _without_strides(node: fx.Node) -> fx.Node:
     """The node whose value this is, with other strides."""
     while node.target in _STRIDES_ONLY:
         node = node.all_input_nodes[0]
@@ -155,7 +155,7 @@ def _degree(a: fx.Node, b: fx.Node, place: Mapping[fx.Node, int], refused: Refus
     for name, x, y in given:
         for p, q in pairs_of(x, y):
             if isinstance(p, fx.Node) and isinstance(q, fx.Node):
-                if place[_laid_out(p)] != place[_laid_out(q)]:
+                if place[_without_strides(p)] != place[_without_strides(q)]:
                     raise refused(b, "takes another value for twice as many rows")
                 continue
             if type(p) is type(q) and (p == q or p != p):

@@ -130,16 +130,16 @@ class _Followed:
             said = [s for n in names[name] if modules and (s := modules.stage(n)) is not None]
             users = [u for node in nodes for u in node.users if u in self.at]
             if len(names[name]) > 1:  # modules of which nothing is said have it, too
-                said += [self.at[u] for u in users if said and self._said(u) is None]
+                said += [self.at[u] for u in users if said and self._requested_stage(u) is None]
             at = said or [*(self.at[u] for u in users), *(s for node in nodes for s in self._taken(node))]
             self.params[name] = min(at, default=0)
             self.at.update(dict.fromkeys(nodes, self.params[name]))
 
     def _stage(self, node: fx.Node) -> int:
-        here = self._said(node)
+        here = self._requested_stage(node)
         return max((self.at.get(n, 0) for n in node.all_input_nodes), default=0) if here is None else here
 
-    def _said(self, node: fx.Node) -> int | None:
+    def _requested_stage(self, node: fx.Node) -> int | None:
         return self.cut.get(node) if self.modules is None else self.modules.stage(_path(node))
 
     def told(self, stages: int) -> tuple[tuple[str, ...], tuple[float, ...]]:
@@ -157,7 +157,7 @@ class _Followed:
             for user in ahead.pop().users:
                 if user not in seen and user.op == "call_function":
                     seen.add(user)
-                    here = self.at.get(user, self._said(user))
+                    here = self.at.get(user, self._requested_stage(user))
                     if here is None:
                         ahead.append(user)
                     else:
@@ -182,7 +182,7 @@ class _Followed:
     def _cause(self, node: fx.Node) -> str:
         """What gives a value, its stage, and why it is there where nothing is said of what gives it."""
         stage, at = self.at[node], node
-        while at.op == "call_function" and self._said(at) is None:
+        while at.op == "call_function" and self._requested_stage(at) is None:
             before = next((n for n in at.all_input_nodes if self.at.get(n) == stage), None)
             if before is None:
                 break

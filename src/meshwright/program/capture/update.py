@@ -239,7 +239,11 @@ def _emit(
 def _without_gaps(recorder: Recorder, node: fx.Node) -> fx.Node:
     """A parameter, or a copy of one that does not fill its memory."""
     value = checked_value(node)
-    return node if is_dense(value.shape, value.strides) else _laid(recorder, node, dense(value.shape, value.strides))
+    return (
+        node
+        if is_dense(value.shape, value.strides)
+        else _with_strides(recorder, node, dense(value.shape, value.strides))
+    )
 
 
 def _beside(recorder: Recorder, grad: fx.Node, param: fx.Node) -> fx.Node:
@@ -247,10 +251,10 @@ def _beside(recorder: Recorder, grad: fx.Node, param: fx.Node) -> fx.Node:
     value, want = checked_value(grad), checked_value(param).strides
     if same(value.shape, value.strides, want) and not value.dtype.is_complex:  # which may be conjugate by name only
         return grad
-    return _laid(recorder, grad, want)
+    return _with_strides(recorder, grad, want)
 
 
-def _laid(recorder: Recorder, node: fx.Node, strides: Strides) -> fx.Node:
+def _with_strides(recorder: Recorder, node: fx.Node, strides: Strides) -> fx.Node:
     made = recorder.emit(LAID.default, (node, list(strides)))
     value = checked_value(node).fresh(_number(recorder))
     annotate(made, value=replace(value, given=unless_row_major(value.shape, strides)))

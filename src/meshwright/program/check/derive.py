@@ -34,7 +34,7 @@ class LocalValue(NamedTuple):
     dtype: torch.dtype
 
 
-class Given(NamedTuple):
+class DerivedValue(NamedTuple):
     """What an op gives: a local tensor, and the number of the tensor among its arguments whose memory it is."""
 
     local: LocalValue
@@ -72,7 +72,7 @@ def _checked(node: fx.Node, known: dict[fx.Node, Any], device: str) -> Any:
     if target is operator.getitem:
         return _picked(node, known)
     if not isinstance(target, compat.OpOverload):
-        return _said(value)
+        return _declared_values(value)
     if value is None:
         _check_lists(node)
         return None
@@ -109,7 +109,7 @@ def _picked(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     return known[source][i]
 
 
-def _compare(node: fx.Node, said: Any, made: Given | None, tensors: list[fx.Node]) -> None:
+def _compare(node: fx.Node, said: Any, made: DerivedValue | None, tensors: list[fx.Node]) -> None:
     if made is None or said is None:
         if made is not None or said is not None:
             raise ProgramError(f"{described(node)} is said to give {_text(said)}, and gives {_text(made)}")
@@ -166,18 +166,20 @@ _of_thread = _OfThread()
 
 
 @lru_cache(maxsize=16384)
-def _derived(target: Any, args: Any, kwargs: Any, device: str, default_dtype: torch.dtype) -> tuple[Given | None, ...]:
+def _derived(
+    target: Any, args: Any, kwargs: Any, device: str, default_dtype: torch.dtype
+) -> tuple[DerivedValue | None, ...]:
     """What an op gives for tensors that look like these, with this default dtype (which a new tensor may have)."""
     if target is aten.as_strided.default:  # may reach beyond the part of memory that a stand-in has
         first = args[0]
-        return (Given(LocalValue(tuple(args[1]), tuple(args[2]), first.dtype), 0),)
+        return (DerivedValue(LocalValue(tuple(args[1]), tuple(args[2]), first.dtype), 0),)
     _refuse_many(target, args)
     stand_ins: list[Tensor] = []
     with _of_thread.mode, torch.no_grad(), compat.AutoDispatchBelowAutograd():
         made = target(*_thawed(args, stand_ins, device), **{k: _thawed(v, stand_ins, device) for k, v in kwargs})
     memory = {storage_of(t): i for i, t in reversed(list(enumerate(stand_ins)))}
     listed = made if isinstance(made, (tuple, list)) else (made,)
-    return tuple([_given(t, memory) if isinstance(t, Tensor) else None for t in listed])
+    return tuple([_derived_value(t, memory) if isinstance(t, Tensor) else None for t in listed])
 
 
 def _refuse_many(target: Any, args: Any) -> None:
@@ -195,8 +197,8 @@ def _refuse_many(target: Any, args: Any) -> None:
         raise ValueError(f"it would give {parts} tensors")
 
 
-def _given(t: Tensor, memory: dict[int, int]) -> Given:
-    return Given(LocalValue(tuple(t.shape), tuple(t.stride()), t.dtype), memory.get(storage_of(t)))
+def _derived_value(t: Tensor, memory: dict[int, int]) -> DerivedValue:
+    return DerivedValue(LocalValue(tuple(t.shape), tuple(t.stride()), t.dtype), memory.get(storage_of(t)))
 
 
 def _frozen(a: Any, known: dict[fx.Node, Any], tensors: list[fx.Node]) -> Any:
@@ -226,10 +228,10 @@ def _thawed(a: Any, stand_ins: list[Tensor], device: str) -> Any:
 # ---------------------------------------------------------------------------------------------- parts
 
 
-def _said(value: Any) -> Any:
+def _declared_values(value: Any) -> Any:
     """What a node is said to give, for what is not an op."""
     if isinstance(value, tuple):
-        return tuple(_said(v) for v in value)
+        return tuple(_declared_values(v) for v in value)
     return LocalValue(value.shape, value.strides, value.dtype) if isinstance(value, Value) else None
 
 
@@ -240,7 +242,7 @@ def described(node: fx.Node) -> str:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, Given):
+    if isinstance(value, DerivedValue):
         value = value.local
     if isinstance(value, (Value, LocalValue)):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

@@ -78,7 +78,7 @@ class _Flow:
                 yield out.name, node, left, self._in(node, len(self.order)), where
 
     def _in(self, gradient: fx.Node, at: int) -> Owed:
-        return _made(gradient, [self._owed(s) for s in self._latest(gradient, at)], sums=False)
+        return _owed_by_result(gradient, [self._owed(s) for s in self._latest(gradient, at)], sums=False)
 
     def _check(self, name: str, gradient: fx.Node, left: frozenset[str], owed: Owed, where: str) -> None:
         if 0 in checked_value(gradient).shape:
@@ -153,7 +153,9 @@ class _Flow:
             if open_:
                 stack.extend(open_)
                 continue
-            self.found[at] = _made(at[0], [*(self.found[s] for s in sources), self.given.get(at[0], _NOTHING)])
+            self.found[at] = _owed_by_result(
+                at[0], [*(self.found[s] for s in sources), self.given.get(at[0], _NOTHING)]
+            )
             stack.pop()
         return self.found[held]
 
@@ -189,7 +191,7 @@ class _Flow:
             yield last, where
 
 
-def _made(node: fx.Node, sources: list[Owed], sums: bool = True) -> Owed:
+def _owed_by_result(node: fx.Node, sources: list[Owed], sums: bool = True) -> Owed:
     """What is in a value that a node makes of others."""
     full = [s for s in sources if s]
     if not full:

@@ -88,7 +88,7 @@ def verify_together(programs: Sequence[Program]) -> None:
         except ProgramError as error:
             raise ProgramError(f"rank {p.rank}: {error}") from error
     _check_meetings([by_rank[r] for r in mesh.ranks])
-    _check_kept([by_rank[r] for r in mesh.ranks])
+    _check_holders([by_rank[r] for r in mesh.ranks])
 
 
 # ---------------------------------------------------------------------------------------------- inputs and outputs
@@ -353,7 +353,7 @@ def _meeting_shape(kind: Kind, node: fx.Node) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _check_kept(programs: Sequence[Program]) -> None:
+def _check_holders(programs: Sequence[Program]) -> None:
     """What one rank of a group keeps, and the others have as zeros, must be kept by somebody."""
     listed = [[n for n in p.graph.nodes if n.target is KEEP_ONE.default] for p in programs]
     for nodes in zip_longest(*listed):

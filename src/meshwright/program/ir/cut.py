@@ -121,9 +121,9 @@ class _Cut:
         for node in reversed(self.nodes):
             sends = node.target in COLLECTIVES and bool(info_of(node).gather) and not gathers
             if sends or node in views or node.target is aten.expand.default or self._seen_against(node):
-                self._made_where_used(node)
+                self._gather_at_use(node)
             elif self._runs_again_later(node):
-                self._made_where_used(node, later=True)
+                self._gather_at_use(node, later=True)
         self.stored = self._stored(gathers)
         self.nodes = [n for n in program.graph.nodes if n.op == "call_function" and n not in self.stored]
         self.order = {n: i for i, n in enumerate(self.nodes)}
@@ -245,7 +245,7 @@ class _Cut:
                 found.add(node)
         return found
 
-    def _made_where_used(self, node: fx.Node, later: bool = False) -> None:
+    def _gather_at_use(self, node: fx.Node, later: bool = False) -> None:
         """Each stage that uses a parameter gathers it over other axes, and looks at it: what is stored crosses, and no
         whole.  So does a number that is repeated.
 

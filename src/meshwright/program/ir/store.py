@@ -100,18 +100,18 @@ def torch_version() -> str:
 def _data(program: Program) -> dict[str, Any]:
     return {
         "update": program.update,
-        "inputs": [_said(i) for i in program.inputs],
-        "outputs": [_said(o) for o in program.outputs],
+        "inputs": [_non_default_fields(i) for i in program.inputs],
+        "outputs": [_non_default_fields(o) for o in program.outputs],
         "nodes": [_node(n) for n in program.graph.nodes],
-        "causes": [_said(c) for c in program.causes],
-        "origins": [_said(o) for o in program.origins],
+        "causes": [_non_default_fields(c) for c in program.causes],
+        "origins": [_non_default_fields(o) for o in program.origins],
         "parts": {name: _data(part) for name, part in program.parts.items()},
         "schedules": {name: [[a, len(list(n))] for a, n in groupby(s)] for name, s in program.schedules.items()},
         "passes": [str(record) for record in program.passes],
     }
 
 
-def _said(a: Any) -> dict[str, Any]:
+def _non_default_fields(a: Any) -> dict[str, Any]:
     """The fields of a dataclass that are not as they are by default."""
     return {f.name: encoded(v) for f in fields(a) if (v := getattr(a, f.name)) != f.default}
 
@@ -121,7 +121,7 @@ def _node(node: fx.Node) -> dict[str, Any]:
         made = {"name": node.name, "op": node.op, "target": _target(node), "args": encoded(node.args)}
         if node.kwargs:
             made["kwargs"] = {k: encoded(v) for k, v in node.kwargs.items()}
-        made["info"] = _said(info_of(node))
+        made["info"] = _non_default_fields(info_of(node))
     except TypeError as error:
         raise ProgramError(f"%{node.name} ({target_name(node.target)}) cannot be saved: {error}") from None
     return made

@@ -55,7 +55,7 @@ class StepState:
         sums: accumulators by name; shared by the programs of all batch shapes.
         lie: how sums lie, by the same name.
         scale: the loss scale and what belongs to it, by name.
-        leftover: factor of the sums when they are flushed.
+        flush_scale: factor of the sums when they are flushed.
     """
 
     model: nn.Module
@@ -66,7 +66,7 @@ class StepState:
     sums: dict[str, Tensor] = field(default_factory=dict)
     lie: dict[str, Spec | None] = field(default_factory=dict)
     scale: dict[str, Tensor] = field(default_factory=dict)
-    leftover: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64, device="cpu"))
+    flush_scale: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64, device="cpu"))
 
 
 class BoundProgram:
@@ -135,8 +135,8 @@ class BoundProgram:
             return self._state(self.states[-1])
         if given.kind == "scale":
             return self.carrier.scale[given.name]
-        if given.name == "leftover":
-            return self.carrier.leftover
+        if given.name == "flush_scale":
+            return self.carrier.flush_scale
         number = torch.tensor(0.0, dtype=torch.float64, device="cpu")
         self.numbers.append((int(given.name.rpartition(".")[2]), number))
         return number

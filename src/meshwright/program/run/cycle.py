@@ -57,7 +57,7 @@ class Cycle:
         (bound,) = self._ready.schedules["flush"]
         if not self._ready.follow():
             raise ProgramError("parameters lie otherwise in memory than in the last micro-step: flush, then move them")
-        self.carrier.leftover.fill_(self.calls / self.done)
+        self.carrier.flush_scale.fill_(self.calls / self.done)
         return bound
 
     def join(self, made: CompiledVariant) -> BoundProgram:

@@ -108,8 +108,8 @@ class Peers:
         def everyone() -> collective.Group:
             return collective.group(self.mesh)
 
-        collective.claim_all("what a captured step finds outside of the model", bound.outside, everyone)
-        collective.claim_all("what a captured step is given", batch, everyone)
+        collective.check_replicated_inputs("what a captured step finds outside of the model", bound.outside, everyone)
+        collective.check_replicated_inputs("what a captured step is given", batch, everyone)
 
     def _start(self, bound: BoundProgram, torn: bool, leaves: Sequence[Any]) -> Callable[[], None]:
         optimizer = self.carrier.optimizer

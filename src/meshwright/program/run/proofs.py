@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import ProgramError
 from ...passes import PassManager
-from ..capture.ledger import Asked
+from ..capture.ledger import OptionUse
 from ..ir.program import Program
 from ..ir.subgraphs import copied
 from .bind import BoundProgram, CompiledVariant
@@ -85,7 +85,7 @@ class Proofs:
         if self._merged is not None and done == 1 < calls:
             self._merged.early(flush)
 
-    def asked(self) -> Iterator[Asked]:
+    def asked(self) -> Iterator[OptionUse]:
         """What became of ``check=``."""
         if not self._compares:
             return
@@ -103,7 +103,7 @@ class Proofs:
             why += "".join(dict.fromkeys(f"; {o.note}" for o in outcomes if o.note))
         elif not self._open and merged is None:
             why = "no pass changed the program"
-        yield Asked("check", repr(self.check), bool(outcomes or self._open or merged), why)
+        yield OptionUse("check", repr(self.check), bool(outcomes or self._open or merged), why)
 
 
 __all__ = ["Proofs"]

@@ -92,7 +92,7 @@ class Compiled:
         key = odd, profiler._is_profiler_enabled
         found = self._bodies.get(key)
         if found is None:
-            watch = self._looked_at if odd is None else lambda n: self._laid(n) if n.name in odd else None
+            watch = self._looked_at if odd is None else lambda n: self._strides_call(n) if n.name in odd else None
             found = self._bodies[key] = _compiled(self.program, watch, self.variables, key[1])
         return found
 
@@ -100,7 +100,7 @@ class Compiled:
         value = value_of(node)
         return None if value is None else (self._as_recorded, node.name, value.strides)
 
-    def _laid(self, node: fx.Node) -> tuple[Any, ...]:
+    def _strides_call(self, node: fx.Node) -> tuple[Any, ...]:
         return with_strides, checked_value(node).strides
 
     def _as_recorded(self, t: Tensor, name: str, strides: Strides) -> Tensor:

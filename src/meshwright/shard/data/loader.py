@@ -117,7 +117,7 @@ class ShardedLoader(BatchesOnMesh):
             first = False
             if not self.local:
                 batch = self._padded(batch)
-            made = self._each(batch, self._laid)
+            made = self._each(batch, self._distributed)
             runtime.RT.batches.load(self.mesh.ranks, f"batch {place.batches - 1} of a {type(self.loader).__name__}")
             yield made
         if self.local:
@@ -236,7 +236,7 @@ class ShardedLoader(BatchesOnMesh):
 
     # -- one batch ------------------------------------------------------------------------------------
 
-    def _laid(self, t: Tensor, placements: Any, path: tuple[Any, ...]) -> Tensor:
+    def _distributed(self, t: Tensor, placements: Any, path: tuple[Any, ...]) -> Tensor:
         if placements is None or isinstance(t, DistTensor):
             return t
         t = t.to(self.mesh.device)

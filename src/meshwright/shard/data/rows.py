@@ -137,7 +137,7 @@ class RowsLoader(BatchesOnMesh):
             if first or runtime.RT.check:
                 self._check(batch, index)
             self._form = []
-            laid = self._each(batch, self._laid)
+            laid = self._each(batch, self._distributed)
             if first:
                 self._compared = self._form
             elif self._form != self._compared:
@@ -180,7 +180,7 @@ class RowsLoader(BatchesOnMesh):
             "in collate_fn, or pass pad_to="
         )
 
-    def _laid(self, t: Tensor, placements: Any, path: tuple[Any, ...]) -> Tensor:
+    def _distributed(self, t: Tensor, placements: Any, path: tuple[Any, ...]) -> Tensor:
         self._form.append((path, t.shape[1:], t.dtype))
         if placements is None or isinstance(t, DistTensor):
             return t

@@ -107,7 +107,7 @@ class Buckets:
             axes = tuple(a for a in bits(spec.reduced) if spec.mesh.sizes[a] > 1)
             # Sizes of the first rank, so that uneven shards cannot make the ranks divide differently.
             size = math.prod(spec.local_shape((0,) * spec.mesh.ndim)) * dtype.itemsize
-            key = (axes, (self._scatter(i, axes), dtype, spec.grad_wire))
+            key = (axes, (self._scatter(i, axes), dtype, spec.grad_comm_format))
             if size >= bucket_bytes or not axes or i in apart:
                 made.append(Bucket([i], *key))
                 continue

@@ -159,7 +159,7 @@ class Scattering(PendingReduction):
         self.to_host, self.dtype, self.device = on_host(params[0]), specs[0].dtype, mesh.device
         self.group = collective.group(mesh, axes)
         self.others = collective.group(mesh, others) if others else None
-        self.wire = specs[0].grad_wire
+        self.wire = specs[0].grad_comm_format
         flat = packing.pack(grads)
         self.pending = collective.scatter_sum_async(flat, packing.sizes, self.group, self.wire)
         super().__init__(params, specs)

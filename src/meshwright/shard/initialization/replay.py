@@ -95,7 +95,7 @@ class Replay:
         args, kwargs = self._filled(e, e.args), self._filled(e, e.kwargs)
         self.written |= e.writes
         if not e.reads and len(e.outputs) == 1 and not any(isinstance(a, Tensor) for a in tree_leaves((args, kwargs))):
-            self._keep(e.outputs[0], self._made(e, name, args, kwargs))
+            self._keep(e.outputs[0], self._factory_result(e, name, args, kwargs))
             if name not in ("empty", "empty_strided", "empty_permuted"):
                 self.written |= e.makes
             return
@@ -108,7 +108,7 @@ class Replay:
         if not name.startswith(("empty_like", "new_empty")):
             self.written |= e.makes
 
-    def _made(self, e: RecordedCall, name: str, args: Any, kwargs: Any) -> Tensor:
+    def _factory_result(self, e: RecordedCall, name: str, args: Any, kwargs: Any) -> Tensor:
         """What a factory gives: the part of a rank, where it becomes a parameter."""
         ref = e.outputs[0]
         wish = self.wishes.get(ref.memory)

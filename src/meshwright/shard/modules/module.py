@@ -25,7 +25,7 @@ from ...tensor.autograd_functions import guard_scripts
 from ..gradients.sync import BUCKET_BYTES, GradSync
 from ..initialization.values import Init, ValueOrigin, become, give_values, origins_of
 from ..parameters.host import HOST, in_host_memory
-from ..parameters.made_for import check_made_for, planned_for
+from ..parameters.made_for import check_plan_matches, planned_for
 from ..parameters.names import Globs, Names, inside, matching
 from ..parameters.precision import PRECISION_WANTED, Dtypes, Precisions, casts_of
 from ..parameters.stored import ON_WANTED, OVER_WANTED, UNSHARDED, Over, Storage, Stored, on_host, stored
@@ -132,12 +132,14 @@ def shard_module(
             placements = read_layouts(placements)
     if isinstance(placements, LayoutTable):
         with together(mesh, "shard_module"):
-            check_made_for(model, mesh, planned_for(placements))
+            check_plan_matches(model, mesh, planned_for(placements))
             _check_eager(placements)
         around = {k: {**getattr(placements, k), **said} for k, said in around.items()}
         fsdp = placements.options.get("fsdp") if fsdp is None else fsdp
         reshard_after_forward = reshard_after_forward and placements.options.get("reshard_after_forward", True)
-    names, kept, origins = _laid(model, mesh, placements or {}, around, Storage(fsdp=fsdp, offload=offload), precision)
+    names, kept, origins = _shard_tensors(
+        model, mesh, placements or {}, around, Storage(fsdp=fsdp, offload=offload), precision
+    )
     params = {n: t for n, t in names.current().items() if isinstance(t, DistTensor) and isinstance(t, nn.Parameter)}
     if origins:
         give_values(model, names, origins, mesh.device, init)
@@ -170,7 +172,7 @@ def _check_eager(table: LayoutTable) -> None:
             raise ShardError(f"shard_module: the plan has {option}={table.options[option]!r}. Use {instead}.")
 
 
-def _laid(
+def _shard_tensors(
     model: nn.Module,
     mesh: Mesh,
     placements: Any,
@@ -187,7 +189,7 @@ def _laid(
             if name in plan:
                 plan[name] = plan[name].with_(wires=(None, dtypes.grad_comm))
         kept = storage.records(names, mesh, plan, casts.dtypes)
-        _check_kept(names, storage, casts.dtypes)
+        _check_storage_unchanged(names, storage, casts.dtypes)
         _check_scripted(names, plan)
         _check_memory(names, plan)
         hooks = [hooked(modules, globs, what) for what, globs in constraints.items()]
@@ -231,7 +233,7 @@ def _check_scripted(names: Names, plan: Mapping[str, Spec]) -> None:
                 )
 
 
-def _check_kept(names: Names, storage: Storage, said: Mapping[str, Dtypes]) -> None:
+def _check_storage_unchanged(names: Names, storage: Storage, said: Mapping[str, Dtypes]) -> None:
     """Raises ShardError for what was sharded before and is kept otherwise."""
     laid = {n: t for n, t in names.tensors.items() if isinstance(t, DistTensor)}
     for name in storage.hosted(names):
@@ -240,7 +242,7 @@ def _check_kept(names: Names, storage: Storage, said: Mapping[str, Dtypes]) -> N
     for name, dtypes in said.items():
         if name in laid:
             how, spec = stored(laid[name]), laid[name]._spec
-            have = (how.dtypes or Dtypes(spec.dtype, spec.dtype))._replace(grad_comm=spec.grad_wire)
+            have = (how.dtypes or Dtypes(spec.dtype, spec.dtype))._replace(grad_comm=spec.grad_comm_format)
             if have != (dtypes if how.axes else dtypes._replace(gather=None)):
                 raise ShardError(
                     f"precision: {name} is sharded already, {have}: say precision= where it is sharded first, and the "

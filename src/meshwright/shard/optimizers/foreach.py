@@ -92,7 +92,7 @@ def _claim(name: str, given: Sequence[Any], specs: Sequence[Any]) -> None:
             plain += [t for t, s in zip(a, spec, strict=True) if s is None]
     mesh = next((s.mesh for s in specs[0] if s is not None), None)
     if plain and mesh is not None:
-        collective.claim_all(name, plain, lambda: collective.group(mesh))
+        collective.check_replicated_inputs(name, plain, lambda: collective.group(mesh))
 
 
 def _captured(args: Sequence[Any]) -> bool:
@@ -296,7 +296,7 @@ def _clipped(grads: list[Tensor], max_norm: float, ord: float) -> Tensor | None:
         norm = torch.linalg.vector_norm(made, ord)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         mesh = specs[0].mesh  # type: ignore[union-attr]
-        collective.claim_all("_foreach_mul_", [scale], lambda: collective.group(mesh))
+        collective.check_replicated_inputs("_foreach_mul_", [scale], lambda: collective.group(mesh))
         torch._foreach_mul_(grads, scale)
     if torch.is_inference_mode_enabled():
         count_write(None)

@@ -56,10 +56,10 @@ def _with_options(opt: Optimizer, protocol: Any) -> Any:
         said = {name: getattr(binding, name) for name in ("shard_states", "offload_states", "by")}
     if rest and isinstance(rest[0], dict):  # a class may keep all that it has
         rest[0] = {k: v for k, v in rest[0].items() if k not in ("_meshwright", _SAID)}
-    return (make, args, *rest) if said is None else (_remade, (said, make, *args), *rest)
+    return (make, args, *rest) if said is None else (_rebuilt, (said, make, *args), *rest)
 
 
-def _remade(said: dict[str, Any], make: Any, *args: Any) -> Any:
+def _rebuilt(said: dict[str, Any], make: Any, *args: Any) -> Any:
     opt = make(*args)
     opt.__dict__[_SAID] = said
     return opt

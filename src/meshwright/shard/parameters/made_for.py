@@ -27,7 +27,7 @@ def mesh_words(mesh: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={n}" for axis, n in mesh.items())
 
 
-def check_made_for(model: nn.Module, mesh: Mesh, made_for: Mapping[str, str]) -> None:
+def check_plan_matches(model: nn.Module, mesh: Mesh, made_for: Mapping[str, str]) -> None:
     """Whether a plan was made for a model and a mesh.
 
     Raises:
@@ -50,4 +50,4 @@ def planned_for(table: LayoutTable) -> dict[str, str]:
     return made | {"mesh": mesh_words(table.mesh)} if made else {}
 
 
-__all__ = ["check_made_for", "mesh_words", "model_words", "planned_for"]
+__all__ = ["check_plan_matches", "mesh_words", "model_words", "planned_for"]

@@ -151,7 +151,7 @@ class Storage:
         for n, spec in plan.items():
             said, plain = (
                 dtypes.get(n),
-                Dtypes(spec.dtype, spec.dtype, grad_comm=spec.grad_wire),
+                Dtypes(spec.dtype, spec.dtype, grad_comm=spec.grad_comm_format),
             )  # its spec has the wire
             if said is not None and n not in axes:
                 said = said._replace(gather=None)

@@ -153,7 +153,7 @@ class Seen:
         for p, t, state, held in zip(unit.params, made, states, self.aliased, strict=True):
             whole = there.get(id(p))
             if whole is not None:
-                whole.renew(t, state, uncounted=held)
+                whole.refresh_from_shard(t, state, uncounted=held)
             self.wholes.append(UnshardedParam(p, t, state) if whole is None else whole)
             self.wholes[-1].shown.add(self)
         if self.saver is not None:

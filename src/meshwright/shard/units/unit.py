@@ -145,7 +145,13 @@ class FSDPState:
         for p in params:
             g = held(p)
             if g is not None and g._spec.layout.partial:
-                alike = stored(p).axes, partial_axes(g._spec), g.dtype, p._spec.grad_wire, on_host(p) and p._spec.dtype
+                alike = (
+                    stored(p).axes,
+                    partial_axes(g._spec),
+                    g.dtype,
+                    p._spec.grad_comm_format,
+                    on_host(p) and p._spec.dtype,
+                )
                 groups.setdefault(alike, []).append(p)
         started: list[PendingReduction] = []
         for (own, axes, *_), members in groups.items():
@@ -157,7 +163,7 @@ class FSDPState:
                 if not own:
                     started.append(self._sum(members, grads, specs, axes))
                     continue
-                packing = self.packing(own, members, block_of(members[0]._spec.grad_wire))
+                packing = self.packing(own, members, block_of(members[0]._spec.grad_comm_format))
                 others = tuple(a for a in axes if a not in own)
                 started.append(Scattering(members, grads, specs, packing, own, others))
         return started
@@ -166,7 +172,7 @@ class FSDPState:
         self, params: list[DistTensor], grads: list[Tensor], specs: list[Spec], axes: tuple[int, ...]
     ) -> Reduction:
         """Start the all-reduce of contributions to parameters that are stored on the host, and whole."""
-        wire = specs[0].grad_wire
+        wire = specs[0].grad_comm_format
         flat, views = Bucket((), axes, ((), grads[0].dtype, wire)).filled(grads)
         group = collective.group(self.mesh, axes) if axes else None
         sent = collective.Pending(None, flat) if group is None else collective.sum_async(flat, group, wire)

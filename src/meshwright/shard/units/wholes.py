@@ -73,7 +73,7 @@ class UnshardedParam:
             put(own, part.to(own.device), gather_wire(p))
         self.state, self.version = state_of(p), self.seen._version
 
-    def renew(self, made: Tensor, state: Any, *, uncounted: bool) -> None:
+    def refresh_from_shard(self, made: Tensor, state: Any, *, uncounted: bool) -> None:
         """This is how the parameter looks in its present state.
 
         It is brought to the memory that there is, which others may look at.  ``uncounted``: in the state that it had,
