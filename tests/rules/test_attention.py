@@ -206,6 +206,41 @@ def test_low_precision(dtype: torch.dtype) -> None:
             assert (mine - true).norm() <= 1.5 * (theirs - true).norm()
 
 
+class Causal(nn.Module):
+    """Attention of heads that share one key, so that heads cannot be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x * self.scale
+        made: Tensor = F.scaled_dot_product_attention(q, q[:, :1], q[:, 1:2], is_causal=True, enable_gqa=True)
+        return made.square().sum()
+
+
+@pytest.mark.parametrize("sequences", [2, 4])
+def test_ranks_without_sequences_trade_too(sequences: int) -> None:
+    """Of 2 and of 4 sequences the third rank has none: it sends as the others do, and all capture one program."""
+    mesh, given = mw.Mesh({"dp": 3, "cp": 2}), drawn(sequences, 4, 8, 4)
+    laid, alone = {"dp": mw.Shard(0), "cp": mw.Shard(2)}, Causal()
+    expected = alone(given)
+    expected.backward()
+
+    def run() -> Any:
+        model = mw.shard_module(Causal(), mesh, {})
+        with collective.counting() as counts:
+            made = model(mw.shard_tensor(given, mesh, laid))
+            made.backward()
+        step = mw.compile_step(Causal(), None, None, given, mesh=mesh, batch=laid)
+        return mw.unshard(made.detach()), mw.unshard(model.scale.grad), counts.kinds, mw.unshard(step(given))
+
+    for made, grad, kinds, loss in mw.simulate(run, mesh):
+        torch.testing.assert_close((made, loss.detach()), (expected.detach(),) * 2)
+        torch.testing.assert_close(grad, alone.scale.grad)
+        assert kinds["permute"] == 4
+
+
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_ranks_work_alike(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     """Halves of causal rows are traded; what that sends is told."""

@@ -176,12 +176,14 @@ def _local(bounds: Bounds | None, ctx: Local) -> LocalFn:
         enable_gqa: bool = False,
     ) -> Tensor:
         few = dropout_p > 0.0 or empty or fits(query, key)  # scores that may be computed at once
-        if dropout_p == 0.0 and attn_mask is None and in_blocks(query, key, value) and key.numel() and query.numel():
-            if trade is not None and is_causal and not runtime.RT.explicit:  # there nothing unasked is sent
-                return trade(query, key, value, scale, enable_gqa)
-            if (is_causal and causal_split) or not (few or computed_by_kernel(query, key, value)):
-                which = QueryRows((0, first, last - first), causal=is_causal)
-                return _attend(query, key, value, scale, enable_gqa, which, blocks.attend)
+        in_tiles = dropout_p == 0.0 and attn_mask is None and in_blocks(query, key, value)
+        # Also where this rank has no sequences: others send.  Inside mw.explicit() nothing unasked is sent.
+        if in_tiles and trade is not None and is_causal and 0 not in shape and not runtime.RT.explicit:
+            return trade(query, key, value, scale, enable_gqa)
+        tiled = (is_causal and causal_split) or not (few or computed_by_kernel(query, key, value))
+        if in_tiles and tiled and key.numel() and query.numel():
+            which = QueryRows((0, first, last - first), causal=is_causal)
+            return _attend(query, key, value, scale, enable_gqa, which, blocks.attend)
         if dropout_p > 0.0 or empty or not (few or computed_by_kernel(query, key, value, attn_mask)):
             return dropout.attention(
                 at, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa, first=first
