@@ -21,7 +21,8 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 from .order import RowOrder, mix
 
 Tensor = torch.Tensor
-WATCHED = 16  # batches at first, and then every so many, after which the generators of Python and numpy are looked at
+WATCHED = 16  # batches at first after which the generators of Python and numpy are looked at
+EVERY = 128  # and then every so many: to copy their states takes as long as to read some rows
 Bounds = Callable[[int], tuple[int, int]]  # of a batch's number of rows: which of them are this rank's
 
 
@@ -92,7 +93,7 @@ class DatasetRows(Dataset[Any]):
         if self.draws:
             with undisturbed():
                 return self._read(part, seed_all)
-        watched = self.count < WATCHED or self.count % WATCHED == 0
+        watched = self.count < WATCHED or self.count % EVERY == 0
         self.count += 1
         default, others = torch.default_generator.get_state(), _states() if watched else None
         read = self._read(part, None)
@@ -100,8 +101,9 @@ class DatasetRows(Dataset[Any]):
             return read
         _restore(default, others)
         if self.count > WATCHED:
+            seen = max(WATCHED, self.count - EVERY)
             warnings.warn(
-                f"shard_dataloader: the dataset began to draw random numbers after {self.count - WATCHED} batches or "
+                f"shard_dataloader: the dataset began to draw random numbers after {seen} batches or "
                 "more: of those before this one, ranks that read the same row may have drawn others",
                 stacklevel=2,
             )
