@@ -134,6 +134,7 @@ def test_pairs_find_what_was_wrong_once(defect: str) -> None:
         {"mode": "pipeline", "head": "two weights added", "storage": "fsdp"},
         {"mode": "captured", "update": "Adagrad", "initial": "meta"},
         {"mode": "stages", "loss": "gradient penalty", "positions": "expanded"},
+        {"mode": "pipeline", "loader": "shard_dataloader", "rows": "uneven", "micro": "2"},
         {"context": "every layer checkpointed", "precision": "autocast", "storage": "fsdp", "mesh": "tp=2"},
     ],
     ids=lambda values: ", ".join(values.values()),

@@ -14,6 +14,7 @@ from meshwright import collective
 from meshwright.errors import MeshwrightError, PassError, ProgramError
 from meshwright.passes import Pipeline
 from meshwright.program import Action, Schedule
+from meshwright.program.run.pipeline import _cut_specs
 from tests.support import stages
 from tests.support.processes import run_processes
 from tests.support.stages import DP, TP, captured, ignoring, one_device, steps, whole
@@ -353,7 +354,7 @@ BAD: list[tuple[Any, type[MeshwrightError], str]] = [
     ({"rows": 3}, ProgramError, "a batch of 3 rows cannot be cut into 4 micro-batches"),
     (
         {"axes": AXES, "batch_of": lambda *b: tuple(mw.shard_tensor(t[:6], mw.Mesh(AXES), DP) for t in b)},
-        ProgramError, "a batch of 6 rows, of which each of 2 ranks has 3, cannot be cut into 4 micro-batches",
+        ProgramError, "a batch of 6 rows, of which each rank has at most 3, cannot be cut into 4 micro-batches",
     ),
     ({"passes": ["pipeline:micro_batches=0"]}, PassError, "micro_batches=0: a whole number of at least 1"),
     ({"passes": ["pipeline:micro_batches=4,schedule=2f2b"]}, PassError, "schedule='2f2b': one of gpipe, 1f1b"),
@@ -485,3 +486,23 @@ def test_a_number_that_depends_on_rows_otherwise_is_refused() -> None:
             )  # fmt: skip
 
     mw.simulate(run, mw.Mesh({"pp": 2}))
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2, "dp": 3}, {"dp": 2, "fsdp": 2, "tp": 2}], ids=str)
+def test_each_rank_cuts_its_own_rows(axes: dict[str, int]) -> None:
+    """Also of a batch that the ranks do not divide; the parts are layouts of their own, or it is an error."""
+    mesh = mw.Mesh(axes)
+    layout = mw.Layout(mesh, {a: mw.Shard(0) for a in axes if a in ("dp", "fsdp")})
+    for rows in range(1, 20):
+        for n in range(1, 5):
+            spec = mw.Spec((rows, 2), torch.float32, layout)
+            held = [spec.local_shape(mesh.coordinate(rank))[0] for rank in mesh.ranks]
+            try:
+                parts = _cut_specs(spec, n)
+            except ProgramError:
+                assert max(held) < n
+                continue
+            assert sum(p.shape[0] for p in parts) == rows
+            for rank, own in enumerate(held):
+                sizes = [t.shape[0] for t in torch.empty(own).tensor_split(n)]
+                assert [p.local_shape(mesh.coordinate(rank))[0] for p in parts] == sizes

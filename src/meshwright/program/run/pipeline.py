@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -268,7 +270,7 @@ def cut_batch(leaves: Sequence[Any], micro_batches: int) -> list[list[Any]]:
     Plain tensors hold the global batch, and are cut in order; of a DistTensor each rank cuts its own rows.
 
     Raises:
-        ProgramError: fewer rows than micro-batches, or tensors with other numbers of rows.
+        ProgramError: fewer rows than micro-batches, tensors with other numbers of rows, or parts that have no layout.
     """
     rows = {i: x.shape[0] for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim}
     if not rows:
@@ -292,25 +294,30 @@ def cut_batch(leaves: Sequence[Any], micro_batches: int) -> list[list[Any]]:
 def _cut(x: Tensor, n: int) -> list[Tensor]:
     if not isinstance(x, DistTensor):
         return list(x.tensor_split(n))
-    spec = x.spec
-    ways = spec.mesh.size
-    for a, p in enumerate(spec.layout.placements):
-        ways //= 1 if isinstance(p, Shard) and p.dim == 0 else spec.mesh.sizes[a]
-    local = x.to_local()
-    if local.shape[0] * ways != x.shape[0]:
+    return [wrap(t, spec) for t, spec in zip(x.to_local().tensor_split(n), _cut_specs(x.spec, n), strict=True)]
+
+
+@functools.lru_cache(maxsize=256)
+def _cut_specs(spec: Spec, n: int) -> list[Spec]:
+    """The specs of micro-batches, for which each rank cuts its own rows."""
+    mesh, placements = spec.mesh, spec.layout.placements
+    held = [spec.local_shape(mesh.coordinate(rank))[0] for rank in mesh.ranks]
+    if max(held) < n:
         raise ProgramError(
-            f"a batch tensor of shape {tuple(x.shape)} lies as {spec.layout!r}, with other numbers of rows on each "
-            "rank: give a batch that its ranks divide, or plain tensors with the global values"
+            f"a batch of {spec.shape[0]} rows, of which each rank has at most {max(held)}, cannot be cut into {n} "
+            "micro-batches, of which each has at least one: give more rows, or fewer micro-batches"
         )
-    if local.shape[0] < n:
-        raise ProgramError(
-            f"a batch of {x.shape[0]} rows, of which each of {ways} ranks has {local.shape[0]}, cannot be cut into {n} "
-            "micro-batches, of which each has at least one on each rank: give more rows, or fewer micro-batches"
-        )
-    return [
-        wrap(part, Spec((part.shape[0] * ways, *x.shape[1:]), x.dtype, Layout(spec.mesh, spec.layout.placements)))
-        for part in local.tensor_split(n)
-    ]
+    whole = [size for size, p in zip(mesh.sizes, placements, strict=True) if not (isinstance(p, Shard) and p.dim == 0)]
+    cuts = [[rows // n + (i < rows % n) for rows in held] for i in range(n)]
+    made = [Spec((sum(cut) // math.prod(whole), *spec.shape[1:]), spec.dtype, Layout(mesh, placements)) for cut in cuts]
+    for part, cut in zip(made, cuts, strict=True):
+        if [part.local_shape(mesh.coordinate(rank))[0] for rank in mesh.ranks] != cut:
+            raise ProgramError(
+                f"a batch tensor of shape {tuple(spec.shape)} has the layout {spec.layout!r}, and {n} micro-batches "
+                f"cut from its ranks' rows {held} would have {cut}, which is no layout of {part.shape[0]} rows: give "
+                "a batch that its ranks divide, or plain tensors with the global values"
+            )
+    return made
 
 
 __all__ = ["Pipelined", "check_rows", "cut_batch"]
