@@ -22,6 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--salt", help="which covering array of three-way interactions; else another one in each run")
 
 
+@pytest.hookimpl(optionalhook=True)  # with -p no:xdist there is none
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One worker more than cores: one of them waits for real processes while the others compute."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
