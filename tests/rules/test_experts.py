@@ -573,3 +573,25 @@ def test_one_expert_of_two_ranks_under_the_pass_that_joins_sums() -> None:
 
     for grad in mw.simulate(run, mesh):
         torch.testing.assert_close(grad, alone.up.grad)
+
+
+def test_a_lambda_of_each_call_is_one_function() -> None:
+    """Of one code, where it holds nothing: no table grows, and the plan is found.  With values of its own it is new."""
+    from meshwright.rules import experts
+
+    def call(scale: float | None) -> Tensor:
+        if scale is None:
+            return mw.experts(X, IDS, SCORES, GATE_UP[:, :INNER], DOWN, act=lambda rows: rows * 2)
+        return mw.experts(X, IDS, SCORES, GATE_UP[:, :INNER], DOWN, act=lambda rows: rows * scale)
+
+    def other(rows: Tensor) -> Tensor:
+        return rows * 3
+
+    first = call(None)
+    before = len(experts._FUNCTIONS)
+    assert all(torch.equal(call(None), first) for _ in range(5))
+    assert len(experts._FUNCTIONS) == before
+    assert torch.equal(call(2.0), first)
+    made = [call(scale) for scale in (3.0, 4.0)]
+    assert not torch.equal(*made)
+    assert torch.equal(mw.experts(X, IDS, SCORES, GATE_UP[:, :INNER], DOWN, act=other), made[0])

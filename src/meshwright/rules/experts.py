@@ -12,6 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -355,6 +356,15 @@ _NAMES: weakref.WeakKeyDictionary[Any, dict[Any, str]] = weakref.WeakKeyDictiona
 _FUNCTIONS: dict[str, Callable[[], Any]] = {}  # those of modules live as long as these
 
 
+def _identity(act: Any) -> tuple[Any, Any]:
+    """What a function is known by: a lambda of a forward, made at each call, by its code, where it holds nothing."""
+    if isinstance(act, FunctionType) and not (
+        act.__closure__ or act.__defaults__ or act.__kwdefaults__ or act.__dict__
+    ):
+        return act.__code__, id(act.__globals__)
+    return getattr(act, "__self__", act), getattr(act, "__func__", None)
+
+
 def _named(act: Act) -> str:
     if isinstance(act, str):
         if act not in _EACH:
@@ -363,7 +373,7 @@ def _named(act: Act) -> str:
         return act
     if not callable(act):
         raise DispatchError(f"experts: act is {act!r}: give a name of torch.nn.functional, or a function")
-    owner, part = getattr(act, "__self__", act), getattr(act, "__func__", None)
+    owner, part = _identity(act)
     if isinstance(act, nn.Module) and any(True for _ in act.parameters()):
         raise DispatchError(f"experts: act {type(act).__name__} has parameters, which it must not: apply it yourself")
     names = _NAMES.setdefault(owner, {})
