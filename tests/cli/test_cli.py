@@ -19,7 +19,7 @@ from meshwright.cli.options import options_of, values_of
 from meshwright.explanation import page
 from meshwright.passes import registered
 from meshwright.train import OptionError, TrainConfig, launch, plot
-from meshwright.train.config import PASSES
+from meshwright.train.choices import PASSES
 from meshwright.train.options import COUNT, option, options_in
 from tests.support import fresh
 

@@ -9,7 +9,8 @@ import pytest
 
 import meshwright as mw
 from meshwright import collective
-from meshwright.train.config import VOCABULARY, TrainConfig
+from meshwright.train.choices import VOCABULARY
+from meshwright.train.config import TrainConfig
 from meshwright.train.loop import Trainer, subject_of
 
 LAYERS, HIDDEN, HEADS, SEQ, BATCH, ITEM = 2, 16, 4, 8, 8, 8  # ITEM: bytes of a float64

@@ -19,7 +19,7 @@ from meshwright.cli import app
 from meshwright.errors import DataError, DesyncError, MeshError
 from meshwright.ranks import runtime
 from meshwright.train import OptionError, TrainConfig, launch, loop, show, subject
-from meshwright.train.config import TOLERANCES
+from meshwright.train.choices import TOLERANCES
 from meshwright.train.loop import Summary, train
 from meshwright.train.model import GPT, loss_of
 from meshwright.train.plan import plan_for

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.train.config import TOLERANCES
+from meshwright.train.choices import TOLERANCES
 
 pytestmark = [pytest.mark.long, pytest.mark.processes]
 

@@ -11,7 +11,8 @@ import typer
 from rich.text import Text
 
 from meshwright.errors import MeshwrightError
-from meshwright.train.config import MESH, MODEL, OUTPUT, PROGRAM, StepConfig, ways_of
+from meshwright.train.choices import MESH, MODEL, OUTPUT, PROGRAM, ways_of
+from meshwright.train.config import StepConfig
 from meshwright.train.options import OptionError, one_of, option
 
 from .options import BAD_INPUT, complain, options_of, said, terminal, values_of, writing_to

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from meshwright.errors import MeshError, MeshwrightError, RankFailedError
 from meshwright.ranks.launchers import Launch
-from meshwright.train.config import OUTPUT, TrainConfig
+from meshwright.train.choices import OUTPUT
+from meshwright.train.config import TrainConfig
 from meshwright.train.folder import command
 from meshwright.train.log import sinks_of
 from meshwright.train.plot import can_draw, check_path, draw

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from meshwright.errors import MeshwrightError
-from meshwright.train.config import MESH, OUTPUT, PROGRAM, TRAINING, passes_of, read_mesh
+from meshwright.train.choices import MESH, OUTPUT, PROGRAM, TRAINING, passes_of, read_mesh
 from meshwright.train.options import COUNT, POSITIVE, OptionError, check_bounds, one_of, option, writing
 
 from .options import BAD_INPUT, complain, options_of, values_of

@@ -3,6 +3,7 @@
 Read it in this order:
 
     options   fields of a dataclass that are options
+    choices   names, defaults and bounds of options
     config    the options as one frozen value, checked before anything starts
     text      bytes of files
     data      the windows of them as rows
@@ -19,7 +20,7 @@ Read it in this order:
     show      what the terminal shows;  plot: the picture of the loss;  log: what is written of each step
 
 The command line is ``meshwright.cli.train``.  What that needs to say what is wrong with options or files (``options``,
-``config``, ``text``) does without PyTorch.
+``choices``, ``config``, ``text``) does without PyTorch.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import meshwright as mw
 
-from .config import VOCABULARY, StepConfig
+from .choices import VOCABULARY
+from .config import StepConfig
 
 NEWLINE = ord("\n")
 BALANCE = 0.01  # what the balance of loads counts in the loss

@@ -24,7 +24,8 @@ from meshwright.errors import PlanError
 from meshwright.program import Plan
 from meshwright.ranks import runtime
 
-from .config import AUTO_PLAN, TrainConfig, check_axes
+from .choices import AUTO_PLAN, check_axes
+from .config import TrainConfig
 
 FIRST_OF_A_PAIR = ("*.attention.[qkv]*", "*.mlp.[gu]*")  # qkv, or query, key and value; up, or gate and up
 ROW_SPLIT = ("*.attention.out.weight", "*.mlp.down.weight")

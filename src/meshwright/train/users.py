@@ -19,7 +19,8 @@ from meshwright.compat import pytree
 from meshwright.errors import near
 from meshwright.program import Plan
 
-from .config import OF_BATCH, TrainConfig
+from .choices import OF_BATCH
+from .config import TrainConfig
 from .options import OptionError
 from .subject import TrainingSubject
 
