@@ -84,6 +84,10 @@ APART = [
         {"random": "noise", "precision": ("computed in float32", "autocast")},
         "PyTorch draws other numbers in other dtypes",
     ),
+    Apart(
+        {"precision": "autocast", "block": "tied", "context": "no_grad"},
+        "precision.md: simulated ranks share PyTorch's cache of casts, and round a weight's two uses otherwise",
+    ),
     Apart({"context": "reentrant checkpoint", "loss": "gradient penalty"}, "PyTorch refuses it"),
     Apart(
         {"block": ("attention", "heads innermost", "rotary", "documents"), "loss": "gradient penalty"},
