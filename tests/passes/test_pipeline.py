@@ -506,3 +506,19 @@ def test_each_rank_cuts_its_own_rows(axes: dict[str, int]) -> None:
             for rank, own in enumerate(held):
                 sizes = [t.shape[0] for t in torch.empty(own).tensor_split(n)]
                 assert [p.local_shape(mesh.coordinate(rank))[0] for p in parts] == sizes
+
+
+def test_one_row_for_which_other_code_runs_is_named() -> None:
+    """Such a step is no weighted mean for a reason that has nothing to do with the loss."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return _sum(model, batch) if len(batch[1]) == 1 else _sum(model, batch).square().sqrt()
+
+    def run() -> None:
+        with pytest.raises(PassError, match=r"has one row here: .* use fewer micro-batches"):
+            mw.compile_step(
+                stages.net(), loss, None, ignoring(0, 6), mesh=mw.Mesh({"pp": 2}), stages=stages.STAGES,
+                passes=["pipeline:micro_batches=6"],
+            )  # fmt: skip
+
+    mw.simulate(run, mw.Mesh({"pp": 2}))

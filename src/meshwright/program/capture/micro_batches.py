@@ -285,7 +285,14 @@ def _of_dims(one: Captured, two: Captured, dims: Dims, weighing: Weighing) -> Mi
     def refused(node: fx.Node, why: str) -> PassError:
         line = info_of(node).line if "info" in node.meta else line_of(node)
         where = line or f"%{node.name}"
-        return PassError(f"{where}: {why}: the loss is no weighted mean of those of micro-batches; {weighing.hint}")
+        rows = [s.fake.shape[dim] for s in one.sources if s.kind == "batch" and (dim := dims[s.node]) is not None]
+        single = (
+            "; a micro-batch has one row here: if your code does something else for one row, use fewer micro-batches"
+        )
+        return PassError(
+            f"{where}: {why}: the loss is no weighted mean of those of micro-batches; {weighing.hint}"
+            f"{single if 1 in rows else ''}"
+        )
 
     numbers = [s for s in two.sources if s.kind == "batch" and dims[s.node] is None and s.fake.numel() == 1]
     adds = (True, False) if numbers and not weighing.cuts else (False,)
