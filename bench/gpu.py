@@ -180,7 +180,9 @@ def captured(mesh: mw.Mesh, where: Where, **options: Any) -> Found:
 
 def graphed(mesh: mw.Mesh, where: Where, **options: Any) -> Found:
     """A captured step whose local ops are CUDA graphs; there are none on the CPU."""
-    return captured(mesh, where, **options if where.device == "cuda" else {})
+    if where.device == "cuda":
+        return captured(mesh, where, **options)
+    return {**captured(mesh, where), "graphs": "none on the CPU"}
 
 
 def attended(mesh: mw.Mesh, where: Where) -> Found:
@@ -315,7 +317,9 @@ def timed(where: Where, contender: str) -> Found:
     where.finish()
     seconds = time.perf_counter() - start
     peak = torch.cuda.max_memory_allocated() / 2**20 if where.device == "cuda" else None
-    speed = {"tokens/s": round(tokens * count / seconds), "peak MiB": peak and round(peak)}
+    speed: Found = {"tokens/s": round(tokens * count / seconds), "peak MiB": peak and round(peak)}
+    if "graphs" in contender and where.small:
+        speed["graphs"] = "none on the CPU"
     return {"passed": bool(torch.isfinite(loss.float())), **speed, "parameters": parameters, "losses": losses}
 
 
