@@ -56,6 +56,10 @@ def _global(made: Case) -> Result:
             for o in (*parts, *schedules):
                 o.step()
             _between(made, model, micro[0], i, result)
+            if made["resumed"] == "moved" and i == 0:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.mul_(0.5)
     return _end(made, model, result)
 
 

@@ -124,13 +124,14 @@ POSITIONS: tuple[str, ...] = ("none", "expanded", "of the first row")
 # used in the first layer, too.
 HEADS: tuple[str, ...] = ("one weight", "two weights added", "the first weight added")
 
-# Where batches come from; a rank that skips one must be an error.
-LOADERS: tuple[str, ...] = ("tensors", "shard_dataloader", "one rank skips a batch")
+# Where batches come from (of a dataset each rank reads its own rows); a rank that skips one must be an error.
+LOADERS: tuple[str, ...] = ("tensors", "shard_dataloader", "dataset", "one rank skips a batch")
 
 # Positions of each batch.
 LENGTHS: dict[str, tuple[int, ...]] = {"one": (4, 4, 4), "two": (4, 6, 4), "many": (4, 6, 8, 5)}
 
-RESUMED: tuple[str, ...] = ("no", "same mesh", "other layout")
+# After the first step: a checkpoint, which another program loads; or weights move to another mesh and come back halved.
+RESUMED: tuple[str, ...] = ("no", "same mesh", "other layout", "moved")
 
 FACTORS: dict[str, tuple[str, ...]] = {
     "mesh": tuple(MESHES),

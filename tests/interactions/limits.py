@@ -62,6 +62,10 @@ APART = [
     Apart({"mode": BY_HAND, "second": "one"}, "the same"),
     Apart({"mode": BY_HAND, "random": but("random", "none")}, "each rank draws its own"),
     Apart({"mode": BY_HAND, "loader": but("loader", "tensors")}, "a rank's own loader"),
+    Apart({"loader": "dataset", "second": but("second", "same")}, "batches of a dataset have one size"),
+    Apart({"loader": "dataset", "lengths": but("lengths", "one")}, "the same"),
+    Apart({"loader": "dataset", "inputs": "sequence first"}, "rows are joined in the first dim"),
+    Apart({"loader": "dataset", "loss": "by a count"}, "a number of a batch is not that of a row"),
     *(
         Apart({"loader": "one rank skips a batch", name: tuple(values[1:])}, "an error hides what else is wrong there")
         for name, values in FACTORS.items()

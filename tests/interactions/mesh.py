@@ -201,7 +201,9 @@ class Training:
             if made["context"] in ("eval in between", "inference in between") and made["loss"] != "gradient penalty":
                 with torch.inference_mode(made["context"].startswith("inference")):
                     result[f"eval {i}"] = whole(training.evaluate(micro[0]))
-            if made["resumed"] != "no" and i == 0:
+            if made["resumed"] == "moved" and i == 0:
+                training.move_and_halve()
+            elif made["resumed"] != "no" and i == 0:
                 training = training.resumed()
         return training.end(result)
 
@@ -214,6 +216,13 @@ class Training:
             yield from steps
             return
         every = [batch for micro in steps for batch in micro]
+        if self.made["loader"] == "dataset":
+            rows = [{k: v[i] for k, v in batch.items()} for batch in every for i in range(len(batch["x"]))]
+            loader = mw.shard_dataloader(rows, self.mesh, placed(self.made, every[0]), batch_size=len(every[0]["x"]))
+            loaded = iter(loader)
+            for micro in steps:
+                yield [next(loaded) for _ in micro]
+            return
         loaded = iter(mw.shard_dataloader(every, self.mesh, placed(self.made, every[0])))
         for micro in steps:
             yield [next(loaded) for _ in micro]
@@ -224,6 +233,17 @@ class Training:
         with contextlib.suppress(ArithmeticError):
             self.step(micro, 0, Result())
         self.model.fails = False
+
+    def move_and_halve(self) -> None:
+        """Weights on a mesh of one axis, and half of them back in their places."""
+        line = mw.Mesh({"line": self.mesh.size})
+        rows = {n: {"line": mw.Shard(0)} for n, p in self.model.named_parameters() if p.ndim}
+        away = mw.move(self.model, line, rows)
+        mw.move(
+            {n: away[n] * 0.5 for n, _ in self.model.named_parameters()},
+            self.mesh,
+            into=dict(self.model.named_parameters()),
+        )
 
     def resumed(self) -> Training:
         """Saved, and another program that goes on from there."""
