@@ -64,7 +64,7 @@ STORAGES: dict[str, dict[str, Any]] = {
 }
 
 # How weights of the model are split over the last axis of the mesh.
-LAYOUTS: tuple[str, ...] = ("none", "columns and rows", "rows", "found", "Partial", "sequence")
+LAYOUTS: tuple[str, ...] = ("none", "columns and rows", "rows", "found", "planned", "Partial", "sequence")
 
 # "sequence first": a batch of (positions, rows, ...), as recurrent models have it.
 INPUTS: tuple[str, ...] = ("contiguous", "transposed", "expanded", "every second", "sliced", "sequence first")

@@ -110,6 +110,7 @@ APART = [
         },
         "program.md: buffers that a checkpoint writes to are written to once, by PyTorch twice",
     ),
+    Apart({"mode": ("stages", "pipeline"), "layouts": "planned"}, "the axis of stages is none that a plan is made for"),
     Apart({"mode": "pipeline", "inputs": "sequence first"}, "pipeline.md: micro-batches are cut from the first dim"),
     Apart({"mode": "pipeline", "random": but("random", "none")}, "micro-batches draw for themselves"),
     Apart(
@@ -198,6 +199,12 @@ REFUSED = [
         "calls Tensor.register_hook",
         "finding-layouts.md",
         "where no module can be captured either",
+    ),
+    Refusal(
+        {"layouts": "planned", "context": "tensor hook"},
+        "calls Tensor.register_hook",
+        "program.md",
+        "hooks of tensors, of `grad_fn`",
     ),
     Refusal(
         {"loader": "one rank skips a batch"},

@@ -28,7 +28,7 @@ def run(made: Case) -> list[Result]:
     """Of each rank: losses, gradients, weights and buffers, global ones."""
     mesh = mw.Mesh(program.axes_of(made))
     with program.default_dtype(made), tempfile.TemporaryDirectory() as folder, _groups(made, mesh):
-        table = _found(made, mesh) if made["layouts"] == "found" else None
+        table = {"found": _found, "planned": _planned}.get(made["layouts"], lambda *of: None)(made, mesh)
         if made["initial"] == "from a file":
             torch.manual_seed(0)
             mw.save_weights(Net(made, plain=True), f"{folder}/weights")
@@ -53,6 +53,19 @@ def _found(made: Case, mesh: mw.Mesh) -> Any:
     batch = turned(made, program.batches(made)[0][0])
     data, tensor = (axes[0], axes[-1]) if len(axes) > 1 else (None, axes[0])
     return mw.layouts(Net(made, plain=False), mesh, batch, lambda m, b: loss_of(made, m, b), data=data, tensor=tensor)
+
+
+def _planned(made: Case, mesh: mw.Mesh) -> Any:
+    """The cheapest plan in which one weight is split, where its block has one that may be."""
+    model, batch = Net(made, plain=False), turned(made, program.batches(made)[0][0])
+    first = "layers.0.up.weight"
+    split = first if first in dict(model.named_parameters()) else "layers.1.up.weight"
+    fix = {} if made["loss"] == "gradient penalty" else {split: {program.last_axis(made): mw.Shard(0)}}
+    found = mw.plan(
+        model, lambda m, b: loss_of(made, m, b), batch, torch.optim.SGD(model.parameters()), mesh=mesh,
+        hardware="cpu-gloo", fix=fix,
+    )  # fmt: skip
+    return dict(found.plan)
 
 
 def _chosen(made: Case, model: nn.Module) -> dict[str, Any]:

@@ -249,6 +249,16 @@ def test_bad_input_is_said(options: dict[str, Any], words: str) -> None:
         mw.plan(model, loss_fn, batch, optimizer, **{"hardware": "cpu-gloo", **options})
 
 
+def test_what_no_op_computes_with_is_named() -> None:
+    model = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 4))
+    name = "parametrizations.weight.original0"
+    with pytest.raises(PlanError, match=rf"fix= of {name}: no op of the model computes with it so"):
+        mw.plan(
+            model, lambda m, x: m(x).sum(), torch.ones(4, 4), None, mesh=mw.Mesh({"tp": 2}), hardware="cpu-gloo",
+            fix={name: {"tp": mw.Shard(0)}},
+        )  # fmt: skip
+
+
 def test_what_is_fixed_stays_and_why_prices_it() -> None:
     fix = {"blocks.*.mlp.down.weight": {"tp": mw.Replicate()}}
     found = planned("llama", mesh=mw.Mesh({"tp": 2}), fix=fix)

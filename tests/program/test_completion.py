@@ -240,6 +240,20 @@ def test_a_glob_contradicts_a_distributed_parameter() -> None:
     mw.simulate(step, MESH)
 
 
+def test_the_last_glob_counts_for_a_distributed_parameter() -> None:
+    """A batch of another size is captured where the parameters are on the mesh."""
+
+    def step() -> tuple[Any, ...]:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        layouts = {"*.weight": {"tp": S(0)}, "1.weight": {}}
+        step = mw.compile_step(model, lambda m, x: m(x).sum(), None, torch.ones(4, 4), mesh=MESH, layouts=layouts)
+        step(torch.ones(4, 4))
+        step(torch.ones(6, 4))
+        return model[0].weight.placements, model[1].weight.placements
+
+    assert mw.simulate(step, MESH)[0] == ((mw.Replicate(), S(0)), (mw.Replicate(), mw.Replicate()))
+
+
 def test_tied_weights_have_one_layout() -> None:
     config = TrainConfig(mesh={"dp": 2, "tp": 2}, layers=1, hidden=32, heads=4, seq=16, batch=4, tie=True)
     built = gpt({"tokens.weight": {"tp": S(1)}, "head.weight": {"tp": S(0)}}, model=GPT(config, "meta"))

@@ -29,7 +29,7 @@ from .pipelines import Stage, cut, piped_seconds
 from .prices import State, Wires, split
 from .repeats import Repeats, cut_to, repeats_of
 from .solve import solve
-from .space import Space
+from .space import Fits, Space
 
 _STAGES = 32  # of a pipeline at most
 _NONE, _SHOWN, _ALL = 0.01, 0.25, 1.0  # parts of gradients' sums that count as not hidden
@@ -148,12 +148,41 @@ class PlanSearch:
             named = axes if self.mesh is not None or self.fix else ()
             with self.timed("solve"):
                 problem = space.problem_of(shown, fixed)
-                found = Layouts(space, solve(problem), named, shown=shown)
+                try:
+                    found = Layouts(space, solve(problem), named, shown=shown)
+                except PlanError as error:
+                    if not fixed or not self._contradicts(space, shown, fixed):
+                        raise
+                    raise PlanError(self._contradiction(space, shown, fixed)) from error
                 if not _useful(found) and (pinned := _batch_split(space)):
                     # what is too small to be worth sending is divided by rows all the same
                     found = Layouts(space, solve(problem.pinned(pinned)), named, shown=shown)
             self._solved[key] = found if self.mesh is not None or _useful(found) else None
         return self._solved[key]
+
+    def _contradicts(self, space: Space, shown: float, fixed: Fits) -> bool:
+        """Whether layouts that are fixed leave no assignment, where without them there is one."""
+        try:
+            solve(space.problem_of(shown, fixed))
+        except PlanError:
+            pass
+        else:
+            return False
+        solve(space.problem_of(shown))
+        return True
+
+    def _contradiction(self, space: Space, shown: float, fixed: Fits) -> str:
+        alone = [n for n, fits in fixed.items() if self._contradicts(space, shown, {n: fits})]
+        sizes = " × ".join(map(str, space.sizes))
+        if alone:
+            return (
+                f"plan: fix= of {alone[0]}: no op of the model computes with it so on a mesh of {sizes} ranks. Fix "
+                "another dim, or leave it out"
+            )
+        return (
+            f"plan: fix=: what is fixed ({', '.join(fixed)}) does not go together on a mesh of {sizes} ranks. Leave "
+            "some of them to the planner"
+        )
 
     def _space(self, sizes: tuple[int, ...], held: float) -> Space:
         """The tables of a mesh; made once, whatever is fixed."""

@@ -387,17 +387,19 @@ def _constraints(
     modules = dict(model.named_modules(remove_duplicate=False))
     numbers = {s.node for s in captured.sources if not s.fake.ndim}
     for glob, matched in matching(dict(plan.layouts or {}), names, what, modules).items():
-        placements = dict(plan.layouts)[glob]
-        for name in sorted(matched):  # the last glob that matches counts, as in shard_module
-            node = by_name.get(name, name)
-            if node in numbers and name != glob:
-                continue  # a pattern for weights meets counters too, of which there is nothing to split
-            if node in carried and Layout(mesh, placements).placements != carried[node].placements:
-                raise LayoutError(
-                    f"layouts={{{glob!r}: {placements!r}}} contradicts {name}, which is a DistTensor with "
-                    f"{carried[node]!r}. Reshard the parameter, or leave the glob out."
-                )
-            constraints[node], said_by[name] = placements, glob
+        for name in sorted(matched):
+            if by_name.get(name, name) not in numbers or name == glob:
+                said_by.pop(name, None)
+                said_by[name] = glob  # the last glob that matches counts, as in shard_module
+            # a pattern for weights meets counters too, of which there is nothing to split
+    for name, glob in said_by.items():
+        node, placements = by_name.get(name, name), dict(plan.layouts or {})[glob]
+        if node in carried and Layout(mesh, placements).placements != carried[node].placements:
+            raise LayoutError(
+                f"layouts={{{glob!r}: {placements!r}}} contradicts {name}, which is a DistTensor with "
+                f"{carried[node]!r}. Reshard the parameter, or leave the glob out."
+            )
+        constraints[node] = placements
     said = batch_placements(plan.batch, [s.name for s in captured.sources if s.kind == "batch"], mesh)
     for source in captured.sources:
         wanted = said.get(source.name) if source.kind == "batch" else None
