@@ -207,6 +207,20 @@ REFUSED = [
         "hooks of tensors, of `grad_fn`",
     ),
     Refusal(
+        {"layouts": "planned", "mesh": "dp=2,cp=2,tp=2"},
+        "neighbours of a variable would be joined",
+        "planner.md",
+        "Values that many ops share on three axes (tied weights): `PlanError`, a table is too large",
+        always=False,
+    ),
+    Refusal(
+        {**PIPELINE, "loader": ("shard_dataloader", "dataset"), "rows": but("rows", "even")},
+        "cannot be cut into",
+        "pipeline.md",
+        "fewer rows than micro-batches",
+        always=False,
+    ),
+    Refusal(
         {"loader": "one rank skips a batch"},
         "different batches",
         "errors.md",
