@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import meshwright as mw
 from meshwright.errors import DesyncError, PassError
 from meshwright.program.capture import build
-from meshwright.program.capture.loss_sums import Found
+from meshwright.program.capture.loss_sums import MicroBatchWeight
 from meshwright.program.ir.loss_weight import LossWeight
 from meshwright.program.step import CompiledStep
 
@@ -72,8 +72,8 @@ def sequence_mean(model: nn.Module, batch: Any) -> Tensor:
     return per_row.mean()
 
 
-def _weighed(weight: LossWeight) -> Callable[..., Found]:
-    return lambda *args: Found(weight=weight)
+def _weighed(weight: LossWeight) -> Callable[..., MicroBatchWeight]:
+    return lambda *args: MicroBatchWeight(weight=weight)
 
 
 MERGES: dict[str, tuple[Loss, LossWeight, tuple[int, ...]]] = {

@@ -41,7 +41,7 @@ class CPURecording:
         before = [t.clone() for t in tensors]
         self.results = fn(*tensors)
         for t, value in zip(tensors, before, strict=True):
-            if not t.equal(value):
+            if not bool(((t == value) | (t != t)).all()):  # memory that nobody has written yet may hold NaN
                 t.copy_(value)
         own = {t.untyped_storage().data_ptr() for t in tensors}
         self.alone = [t for t in self.results if t.untyped_storage().data_ptr() not in own]
