@@ -207,10 +207,10 @@ REFUSED = [
         "hooks of tensors, of `grad_fn`",
     ),
     Refusal(
-        {"layouts": "planned", "mesh": "dp=2,cp=2,tp=2"},
+        {"layouts": "planned"},
         "neighbours of a variable would be joined",
         "planner.md",
-        "Values that many ops share on three axes (tied weights): `PlanError`, a table is too large",
+        "Values that many ops share (tied or added weights, penalties) on two or three axes: `PlanError`",
         always=False,
     ),
     Refusal(
