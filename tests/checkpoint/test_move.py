@@ -14,7 +14,7 @@ import torch.nn as nn
 
 import meshwright as mw
 from meshwright import collective
-from meshwright.errors import CollectiveError, DesyncError, ShardError
+from meshwright.errors import CheckpointError, CollectiveError, DesyncError, ShardError
 from meshwright.layout import Spec
 from meshwright.layout.pieces import common, difference, nothing
 from meshwright.ranks import runtime
@@ -348,5 +348,63 @@ def test_a_target_in_the_memory_of_what_moves_is_refused() -> None:
         with pytest.raises(ShardError, match=r"a of the target lies in the memory of b, which moves: copy one of them"):
             mw.move({"a": x, "b": y}, TRAIN, into={"a": y, "b": x})
         mw.move({"a": x}, TRAIN, into={"a": x})
+
+    mw.simulate(run, TRAIN)
+
+
+@pytest.mark.parametrize("placements", [{}, {"dp": mw.Shard(0)}], ids=str)
+def test_views_of_what_is_filled(placements: dict[str, mw.Shard]) -> None:
+    """A part that its tensor's shards cannot show is refused, and so is what moves within its own memory."""
+
+    def run() -> None:
+        whole = mw.shard_tensor(torch.zeros(8, 4), TRAIN, placements)
+        part, source = whole[2:6], mw.shard_tensor(torch.ones(4, 4), TRAIN, {})
+        if placements:
+            with pytest.raises(ShardError, match=r"a of the target .* is a part of another tensor"):
+                mw.move({"a": source}, TRAIN, into={"a": part})
+        else:
+            mw.move({"a": source}, TRAIN, into={"a": part})
+            assert mw.unshard(whole).sum() == 16
+        square = mw.shard_tensor(torch.arange(16.0).view(4, 4), TRAIN, placements)
+        with pytest.raises(ShardError, match="w of the target lies in the memory of w"):
+            mw.move({"w": square.t()}, TRAIN, into={"w": square})
+        with pytest.raises(ShardError, match="b and a of the target lie in the same memory"):
+            mw.move({"a": source, "b": source + 1}, TRAIN, into={"a": square, "b": square.t()})
+
+    mw.simulate(run, TRAIN)
+
+
+def test_a_tied_source_fills_an_untied_target() -> None:
+    def run() -> bool:
+        x = mw.shard_tensor(torch.arange(8.0), TRAIN, {})
+        a, b = (mw.shard_tensor(torch.zeros(8), TRAIN, {"tp": mw.Shard(0)}) for _ in "ab")
+        mw.move({"a": x, "b": x}, TRAIN, into={"a": a, "b": b})
+        return torch.equal(mw.unshard(a), mw.unshard(b)) and torch.equal(mw.unshard(a), torch.arange(8.0))
+
+    assert mw.simulate(run, TRAIN) == [True] * 4
+
+
+def test_writes_are_counted_alike_on_all_ranks() -> None:
+    """Also on one that has no rows, to which nothing comes."""
+
+    def run() -> int:
+        source, target = (
+            mw.shard_tensor(torch.ones(5, 7), m, p) for m, p in ((TRAIN, {}), (GENERATE, {"tp": mw.Shard(0)}))
+        )
+        mw.move({"a": source}, GENERATE, into={"a": target})
+        return target._version
+
+    assert len({*mw.simulate(run, TRAIN)}) == 1
+
+
+def test_a_checkpoint_does_not_fill_a_copy(tmp_path: Any) -> None:
+    def run() -> None:
+        whole, model = mw.shard_tensor(torch.zeros(8, 4), TRAIN, {"dp": mw.Shard(0)}), nn.Module()
+        model.register_buffer("part", mw.shard_tensor(torch.ones(4, 4), TRAIN, {}))
+        store = mw.Checkpoints(tmp_path)
+        store.save(1, model=model).wait()
+        model.part = whole[2:6]
+        with pytest.raises(CheckpointError, match=r"part .* is a part of another tensor"):
+            store.load(model=model)
 
     mw.simulate(run, TRAIN)

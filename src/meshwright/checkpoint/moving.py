@@ -26,6 +26,7 @@ from ..tensor import DistTensor, wrap
 from ..tensor.substitutes import itself
 from .contents import model_tensors
 from .coordination import close_to
+from .restore import memory_of
 
 Tensor = torch.Tensor
 Tensors = nn.Module | Mapping[str, Tensor]
@@ -144,7 +145,10 @@ class _Side:
 
 def _filled(into: Tensors, mesh: Mesh) -> _Side:
     tensors, firsts = _listed(into)
-    return _Side({name: _distributed(name, t, mesh) for name, t in tensors.items()}, firsts)
+    made = {name: _distributed(name, t, mesh) for name, t in tensors.items()}
+    for name, t in made.items():
+        memory_of(f"move: {name} of the target", t, ShardError)
+    return _Side(made, firsts)
 
 
 def _listed(given: Tensors) -> tuple[dict[str, Tensor], Firsts]:
@@ -284,13 +288,45 @@ def _allocated(specs: Mapping[str, Spec], mesh: Mesh) -> dict[str, DistTensor]:
 
 
 def _check_memory(before: _Side | None, after: _Side | None) -> None:
-    if before is None or after is None:
+    """Raises ShardError where memory is filled that moves, unless it is the same tensor, or that is filled twice."""
+    if after is None:
         return
-    storages = {storage_of(bare(t)): name for name, t in before.tensors.items() if bare(t).nbytes}
+    moving: dict[int, list[str]] = {}
+    for name, t in before.tensors.items() if before is not None else ():
+        moving.setdefault(storage_of(bare(t)), []).append(name)
+    filled: dict[int, list[str]] = {}
     for name, t in after.tensors.items():
-        other = storages.get(storage_of(bare(t)), name)
-        if bare(t).nbytes and before.firsts.get(name) != other:
-            raise ShardError(f"move: {name} of the target lies in the memory of {other}, which moves: copy one of them")
+        local = bare(t)
+        if not local.nbytes:
+            continue
+        for other in moving.get(storage_of(local), ()):
+            assert before is not None
+            source = before.tensors[other]
+            if _overlap(bare(source), local) and not (before.firsts.get(name) == other and _same(source, t)):
+                raise ShardError(
+                    f"move: {name} of the target lies in the memory of {other}, which moves: copy one of them"
+                )
+        for other in filled.setdefault(storage_of(local), []):
+            if _overlap(bare(after.tensors[other]), local):
+                raise ShardError(f"move: {name} and {other} of the target lie in the same memory: leave one out")
+        filled[storage_of(local)].append(name)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether the stretches of memory from the first to the last element of each meet."""
+    ends = []
+    for t in (one, other):
+        last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) + 1
+        ends.append((t.data_ptr(), t.data_ptr() + (last * t.element_size() if t.numel() else 0)))
+    (a, b), (c, d) = ends
+    return max(a, c) < min(b, d)
+
+
+def _same(one: DistTensor, other: DistTensor) -> bool:
+    a, b = bare(one), bare(other)
+    return (
+        a.stride() == b.stride() and a.data_ptr() == b.data_ptr() and _plain_spec(one.spec) == _plain_spec(other.spec)
+    )
 
 
 def _run(
@@ -308,7 +344,7 @@ def _run(
             value = bare(before.tensors[source]) if before is not None else None
             if value is not None and have.layout.blocks:
                 value = executor.apply(plan_conversion(have, transfer.source).steps, value)
-            place = bare(held[first]) if first in held else None
+            place = bare(held[first]).data if first in held else None  # data: written to equally often on all ranks
             if place is not None and want.layout.blocks:
                 shape = transfer.target.local_shape(want.mesh.coordinate(rank))
                 by_blocks.append((place, place.new_empty(shape), transfer.target, want))

@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
 from ..errors import CheckpointError, MeshwrightError
-from ..layout import Layout, Spec
+from ..layout import Layout, Spec, marks_of
 from ..local_tensor import bare
 from ..mesh import Mesh
 from ..ranks import runtime
@@ -86,7 +86,7 @@ class Restore:
         """Fill a tensor that is there; how it lies, where it does not say so itself.  Returns it."""
         given = t.spec if isinstance(t, DistTensor) else spec or Spec(t.shape, t.dtype, Layout(self.mesh))
         own = Spec(given.shape, t.dtype, given.layout)
-        counted = bare(t) if isinstance(t, DistTensor) else t.detach()
+        counted = memory_of(name, t)
         self.targets.append(Target(name, own, counted.data, counted))
         return t
 
@@ -94,6 +94,22 @@ class Restore:
         """A new tensor on the host, whole on all ranks."""
         spec = self.manifest.tensors[name]
         return self.fill(name, torch.empty(tuple(spec.shape), dtype=spec.dtype, device="cpu"))
+
+
+def memory_of(name: str, t: Tensor, error: type[MeshwrightError] = CheckpointError) -> Tensor:
+    """The local memory of a tensor that is to be filled.
+
+    Raises:
+        MeshwrightError: of the given class, where it is a part of another tensor that had to be copied on the mesh.
+    """
+    if not isinstance(t, DistTensor):
+        return t.detach()
+    if marks_of(t._spec).copied:
+        raise error(
+            f"{name} ({t.spec!r}) is a part of another tensor, copied as its shards are divided otherwise; filling it "
+            "would not reach that tensor. Give the whole tensor, or fill a new one and assign it: whole[2:6] = new"
+        )
+    return bare(t)
 
 
 def plan_restore(roles: Roles, manifest: Manifest, mesh: Mesh) -> Restore:

@@ -13,10 +13,8 @@ import torch
 import torch.nn as nn
 
 from ..errors import CheckpointError, takes
-from ..local_tensor import bare
 from ..mesh import Mesh
 from ..ranks import runtime
-from ..tensor import DistTensor
 from ..untrusted_files import making_sense, plain_name, read_regular
 from .arrays import bytes_of
 from .contents import ModelTensors, Roles, model_tensors, stored_spec
@@ -25,7 +23,7 @@ from .dcp import METADATA, DcpFiles
 from .hugging_face import INDEX, SINGLE
 from .loading import DIFFERENT, SAME, Reader, choice, read_targets, specs_of
 from .manifest import NAME, parsed, read_manifest, saves_in
-from .restore import Target, misnamed
+from .restore import Target, memory_of, misnamed
 from .sources import SafetensorFiles
 
 Tensor = torch.Tensor
@@ -198,7 +196,7 @@ def _target(name: str, t: Tensor, there: str, stored: tuple[tuple[int, ...], tor
         raise CheckpointError(f"{name} is {t.dtype} of shape {tuple(spec.shape)} here, and {dtype} of {shape} there")
     if t.is_meta:
         raise CheckpointError(f"{name} is on the meta device: give the model memory first, with mw.shard_module")
-    counted = bare(t) if isinstance(t, DistTensor) else t.detach()
+    counted = memory_of(name, t)
     return Target(there, spec, counted.data, counted)
 
 
