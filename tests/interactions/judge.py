@@ -18,6 +18,7 @@ from .program import Result
 _DEFECTS = (RuleError, ConversionError, DesyncError)  # these say that Meshwright contradicts itself
 TOLERANCES = {"float64": 1e-7, "autocast": 6e-2}
 ROUNDINGS = 4  # times the rounding of one device
+DIVERGED = 1e20  # where steps amplify so much, float32 overflows
 BAD = ("wrong", "internal", "unpromised")
 
 
@@ -79,6 +80,8 @@ def _compared(made: Case, got: list[Result], want: list[Result]) -> Verdict:
             if a.shape != b.shape:
                 return Verdict("wrong", f"{name}: shape {tuple(a.shape)} on rank {rank}, one device {tuple(b.shape)}")
             off, allowed = _distance(a, b), tolerance * max(size, 1e-2)
+            if size > DIVERGED and made["precision"] != "float64":
+                return Verdict("equal", f"{name}: {size:.2g} on one device")
             if off > allowed and made["precision"] != "float64":
                 # Some steps amplify rounding: then one device is as far from its own step in float64.
                 exact = exact or device.run({**made, "precision": "float64"})

@@ -135,6 +135,13 @@ def test_pairs_find_what_was_wrong_once(defect: str) -> None:
         {"mode": "captured", "update": "Adagrad", "initial": "meta"},
         {"mode": "stages", "loss": "gradient penalty", "positions": "expanded"},
         {"mode": "pipeline", "loader": "shard_dataloader", "rows": "uneven", "micro": "2"},
+        {
+            "mode": "data-parallel",
+            "micro": "2",
+            "mesh": "tp=2",
+            "layouts": "sequence",
+            "head": "the first weight added",
+        },
         {"context": "every layer checkpointed", "precision": "autocast", "storage": "fsdp", "mesh": "tp=2"},
     ],
     ids=lambda values: ", ".join(values.values()),

@@ -222,14 +222,17 @@ class Merge:
     # -- where to cut ---------------------------------------------------------------------------------
 
     def _cuts(self) -> Iterator[fx.Node]:
-        """The gradients, each where nothing has been sent for it yet."""
+        """The gradients, each where nothing has been sent for it yet, unless another one is made of what was sent."""
+        gradients = [n for n in self.graph.nodes if info_of(n).grad_of]
+        unsent = {n: before_reduction(n, self.whole_sums) for n in gradients}
+        read = ancestors([*unsent.values()])
         found: dict[fx.Node, None] = {}
-        for node in self.graph.nodes:
-            if info_of(node).grad_of:
-                at = before_reduction(node, self.whole_sums)
-                if self.seeded:
-                    at = next((n for n in _equivalent_cuts(at) if self._lies(n) is not None), at)
-                found.update(dict.fromkeys(self.contributions[at].values() if at in self.contributions else (at,)))
+        for node, at in unsent.items():
+            if not read.isdisjoint(_between(node, at)):
+                at = node
+            if self.seeded:
+                at = next((n for n in _equivalent_cuts(at) if self._lies(n) is not None), at)
+            found.update(dict.fromkeys(self.contributions[at].values() if at in self.contributions else (at,)))
         yield from found
 
     def _one_sum_each(self, cuts: list[fx.Node]) -> None:
@@ -502,6 +505,13 @@ def _names(node: fx.Node) -> list[str]:
     while not info_of(node).grad_of:
         (node,) = node.users
     return [name for name, _ in info_of(node).grad_of]
+
+
+def _between(node: fx.Node, at: fx.Node) -> Iterator[fx.Node]:
+    """A gradient and what it is made of, down to what is summed over micro-steps."""
+    while node is not at:
+        yield node
+        node = node.all_input_nodes[0]
 
 
 def _equivalent_cuts(node: fx.Node) -> Iterator[fx.Node]:
