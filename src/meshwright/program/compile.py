@@ -190,7 +190,7 @@ def compile_step(
         strategies: Algorithm of an op on an axis, as for [strategies][meshwright.strategies].
         stages: Pipeline axis to a list of modules (`{"pp": "model.layers"}`), to globs with stages (`{"pp": {"encoder":
             0, "decoder": 1}}`), or to `"auto"`, which balances time. Parameters and optimizer states are stored at
-            their stage only.
+            their stage only. Without the pass `pipeline`, every rank still computes all layers.
 
     Args: Storage (ZeRO, offload)
         fsdp: Axis or axes over which parameters are stored sharded and all-gathered for use (ZeRO-3); or globs of names
