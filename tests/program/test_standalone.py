@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 import meshwright as mw
 from meshwright.errors import ProgramError
+from meshwright.program.standalone.functions import wrapped
 from meshwright.train.config import StepConfig
 from meshwright.train.model import GPT, loss_of
 from meshwright.train.plan import plan_for
@@ -102,6 +103,37 @@ class Sums(nn.Module):
         return self.down(self.up(x).cumsum(-1).roll(1, -1))
 
 
+def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+    return x * by
+
+
+@torch.library.custom_op("standalone_tests::scale", mutates_args=())
+def scale(x: torch.Tensor, by: float) -> torch.Tensor:
+    return scaled(x, by) + 0
+
+
+@scale.register_fake
+def _(x: torch.Tensor, by: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+scale.register_autograd(
+    lambda ctx, grad: (scale(grad, ctx.by), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "by", inputs[1]),
+)
+
+
+class Scaled(nn.Module):
+    """Calls a custom op of a test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(scale(self.up(x), 0.5))
+
+
 DP = {"dp": mw.Shard(0)}
 DP_TP, DP_EP, EP, PP, TWO = {"dp": 2, "tp": 2}, {"dp": 2, "ep": 2}, {"ep": 2}, {"pp": 2}, {"tp": 2}
 PIPELINE = "pipeline:micro_batches=4,schedule=1f1b"
@@ -115,7 +147,8 @@ CASES: dict[str, tuple[dict[str, int], Any, Any, Any, Any, dict[str, Any]]] = {
     "tp": ({"tp": 2}, mlp, squares, lambda: pairs(3), adamw, {"layouts": TP}),
     "rows that cross": ({"tp": 2}, Sums, squares, lambda: pairs(3), sgd, {"layouts": {"up.*": {"tp": mw.Shard(0)}}}),
     "zero 3": ({"dp": 2}, mlp, squares, lambda: pairs(4), adamw, {"batch": DP, "fsdp": "dp", "clip_grad_norm": 0.1}),
-    "pipeline": (PP, gpt, next_token, tokens, adamw, {"stages": {"pp": "blocks"}, "passes": [PIPELINE]}),
+    "custom op": ({"dp": 2}, Scaled, squares, lambda: pairs(4), sgd, {"batch": DP}),
+    "pipeline": (PP, lambda: gpt(4), next_token, tokens, adamw, {"stages": {"pp": "blocks"}, "passes": [PIPELINE]}),
     "experts": (EP, lambda: gpt(experts=4), next_token, tokens, adamw, planned(EP, experts=True)),
     "gpt": (
         DP_TP,
@@ -227,6 +260,37 @@ def test_a_step_that_no_file_can_hold_is_named(options: dict[str, Any], message:
 
     with pytest.raises(ProgramError, match=message):
         mw.simulate(write, mw.Mesh({"dp": 2}))
+
+
+def test_an_op_that_torch_does_not_have_is_named(tmp_path: Path) -> None:
+    @torch.library.custom_op("standalone_tests::inner", mutates_args=())
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    inner.register_fake(torch.empty_like)
+    inner.register_autograd(lambda ctx, grad: grad)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.mse_loss(inner(model(batch[0])), batch[1])
+
+    def write() -> None:
+        model = mlp()
+        options: dict[str, Any] = {"mesh": mw.Mesh({"dp": 2}), "batch": DP}
+        step = mw.compile_step(model, loss, sgd(model.parameters()), pairs(4)[0], **options)
+        step.to_python(tmp_path / "step.py")
+
+    with pytest.raises(ProgramError, match=r"inner does not stand at the top of a module .*test_standalone.py:"):
+        mw.simulate(write, mw.Mesh({"dp": 2}))
+
+
+def test_lines_end_outside_of_strings() -> None:
+    inner = ", ".join(f'w["key {i} of the step"]' for i in range(12))
+    lines = list(wrapped("    y = f(", inner, ")"))
+    assert len(lines) > 3
+    assert all(line.count('"') % 2 == 0 for line in lines)
+    assert (
+        "".join(line.strip() + " " for line in lines).replace("( ", "(").replace(" )", ")").strip() == f"y = f({inner})"
+    )
 
 
 def test_a_program_for_many_sizes_is_named(tmp_path: Path) -> None:

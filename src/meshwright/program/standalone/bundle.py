@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import importlib
 import importlib.util
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from ...errors import ProgramError
 
@@ -66,6 +70,7 @@ class Bundle:
     imports: set[str] = field(default_factory=set)
     sources: list[str] = field(default_factory=list)
     _names: dict[tuple[str, str], str] = field(default_factory=dict)
+    _bare: set[tuple[str, str]] = field(default_factory=set)  # functions without their decorators
 
     def without(self, module: str, name: str) -> None:
         """Leave out a definition that the file has in another form."""
@@ -79,13 +84,28 @@ class Bundle:
         """
         return self._name(fn.__module__, fn.__name__, fn.__name__)
 
+    def add_bare(self, fn: Callable[..., Any]) -> str:
+        """Add a function of any package without its decorators, which register it; its name in the file.
+
+        Raises:
+            ProgramError: If it stands inside of another function, or needs more than torch.
+        """
+        if fn.__qualname__ != fn.__name__ or fn.__module__ == "__main__":
+            raise ProgramError(f"step.to_python: {fn.__qualname__} does not stand at the top of a module")
+        read = _read(fn.__module__)
+        for name, value in inspect.getclosurevars(fn).globals.items():
+            if name not in read.nodes and name not in read.imports and value is not torch:
+                raise ProgramError(f"step.to_python: {fn.__name__} needs {name} of {fn.__module__}")
+        self._bare.add((fn.__module__, fn.__name__))
+        return self._name(fn.__module__, fn.__name__, fn.__name__)
+
     def _name(self, module: str, name: str, wanted_by: str) -> str:
         found = self._names.get((module, name))
         if found is not None:
             return found
         read = _read(module)
         if name in read.imports and name not in read.nodes:
-            return self._imported(*read.imports[name], name, wanted_by)
+            return self._imported(module, *read.imports[name], name, wanted_by)
         node = read.nodes.get(name)
         if node is None:
             raise ProgramError(f"step.to_python: {wanted_by} needs {name} of {module}, which no file can have")
@@ -94,11 +114,14 @@ class Bundle:
         for one in together:
             chosen = one if one not in taken else f"{module.rpartition('.')[2]}_{one.strip('_')}"
             self._names[module, one] = chosen
+        if (module, name) in self._bare:
+            node = copy.copy(node)
+            node.decorator_list = []  # type: ignore[attr-defined]
         start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
         text = textwrap.dedent("\n".join(read.lines[start - 1 : node.end_lineno]))
         for used in _annotated(node):  # which nobody evaluates
-            if used in read.imports and read.imports[used][0].partition(".")[0] != PACKAGE:
-                self._imported(*read.imports[used], used, wanted_by)
+            if used in read.imports and _comes_with_torch(read.imports[used][0]):
+                self._imported(module, *read.imports[used], used, wanted_by)
         renamed = {one: self._names[module, one] for one in together}
         for used in dict.fromkeys(_free_names(node)):
             if used in read.nodes or used in read.imports:
@@ -109,19 +132,27 @@ class Bundle:
         self.sources.append(text)
         return self._names[module, name]
 
-    def _imported(self, module: str, name: str, bound: str, wanted_by: str) -> str:
+    def _imported(self, asker: str, module: str, name: str, bound: str, wanted_by: str) -> str:
         """A name that a module imports."""
-        if module.partition(".")[0] != PACKAGE:
+        if _comes_with_torch(module):
             if name:
                 self.imports.add(f"from {module} import {name}" + (f" as {bound}" if bound != name else ""))
             else:
                 self.imports.add(f"import {module}" + (f" as {bound}" if bound != module else ""))
             return bound
-        if not name or isinstance(getattr(importlib.import_module(module), name, None), ModuleType):
+        package = asker.partition(".")[0]
+        other = module.partition(".")[0] != package
+        if other or not name or isinstance(getattr(importlib.import_module(module), name, None), ModuleType):
             raise ProgramError(
-                f"step.to_python: {wanted_by} calls {bound} of {PACKAGE}, which a file that needs only torch cannot"
+                f"step.to_python: {wanted_by} calls {bound} of {module if other else package}, which a file that needs "
+                "only torch cannot"
             )
         return self._name(module, name, wanted_by)
+
+
+def _comes_with_torch(module: str) -> bool:
+    root = module.partition(".")[0]
+    return root == "torch" or root in sys.stdlib_module_names
 
 
 def _annotated(node: ast.stmt) -> set[str]:

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import builtins
 import keyword
+import operator
 import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.fx as fx
 
+from ... import compat
 from ..ir.nodes import info_of, is_mutating
 from .repeats import Repeat, Slot, repeats_of
 from .statements import HOLE, Statement
+from .transposes import without_transposes
 
 _WIDTH = 116
 _NUMBER = re.compile(r"\d+")
+_RETURNS = {  # of ops whose schemas have no names for their values
+    "native_layer_norm": ("out", "mean", "rstd"),
+    "native_batch_norm": ("out", "mean", "rstd"),
+    "native_group_norm": ("out", "mean", "rstd"),
+    "native_layer_norm_backward": ("d_input", "d_weight", "d_bias"),
+    "native_batch_norm_backward": ("d_input", "d_weight", "d_bias"),
+    "convolution_backward": ("d_input", "d_weight", "d_bias"),
+    "max_pool2d_with_indices": ("out", "indices"),
+}
+_STRING = re.compile(r"""\"(?:[^"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'""")
+_SPACE = "\x02"  # of a space where no line may end
 
 
 @dataclass
@@ -26,13 +41,14 @@ class ValueNames:
 
     reserved: set[str]
     texts: dict[fx.Node, str] = field(default_factory=dict)
+    named_after: dict[fx.Node, fx.Node] = field(default_factory=dict)  # a matrix, after a gradient that it is
     _used: Counter[str] = field(default_factory=Counter)
 
     def of(self, node: fx.Node) -> str:
         """The name of a value."""
         found = self.texts.get(node)
         if found is None:
-            found = self.texts[node] = self.fresh(_base(node))
+            found = self.texts[node] = self.fresh(_base(self.named_after.get(node, node)))
         return found
 
     def fresh(self, base: str) -> str:
@@ -59,7 +75,20 @@ def _base(node: fx.Node) -> str:
         return "full_" + _last(info.gather)
     if info.role == "forward" and info.spec is not None and info.source:
         return info.source
+    if node.target is operator.getitem and not (info.gradient_at and "getitem" not in info.gradient_at[0][0]):
+        return _of_several(node) or ("d_" + info.gradient_at[0][0] if info.gradient_at else short)
     return "d_" + info.gradient_at[0][0] if info.gradient_at else short
+
+
+def _of_several(node: fx.Node) -> str:
+    """The name of one of the values of an op, where the op has names for them."""
+    op, i = node.args
+    target: Any = op.target if isinstance(op, fx.Node) else None
+    if not isinstance(target, compat.OpOverload) or not isinstance(i, int):
+        return ""
+    returns = target._schema.returns
+    names = _RETURNS.get(target._schema.name.partition("::")[2], tuple(r.name or "" for r in returns))
+    return names[i] if i < len(names) else ""
 
 
 def _last(name: str) -> str:
@@ -107,6 +136,8 @@ class Function:
         results: Sequence[fx.Node],
         names: ValueNames,
     ) -> None:
+        statements, named = without_transposes(statements, results)
+        names.named_after.update(named)
         self.statements, self.inputs, self.names = statements, inputs, names
         self.results = set(results)
         self.places = {s.node: i for i, s in enumerate(statements)}
@@ -250,11 +281,11 @@ class Function:
             inner.update(dict.fromkeys(slot.places, block.texts[i]))
         parameters = [*(["i"] if block.numbers else []), *(block.texts[i] for i in block.arguments)]
         parameters += [f"saved_{n}" if n else "saved" for n in range(len(block.opens))]
-        yield from _wrapped(f"def {block.name}(", ", ".join(["w", *parameters]), "):")
-        seen = {_NUMBER.sub("i", self.statements[r.at(0, line)].section, count=1) for line in range(r.period)}
-        yield f'    """{r.count} times: {_module(sorted(seen)[0])}."""'
+        yield from wrapped(f"def {block.name}(", ", ".join(["w", *parameters]), "):")
+        sections = [self.statements[r.at(0, line)].section for line in range(r.period)]
+        yield f'    """{r.count} times: {_module(sections)}."""'
         for n, (_, names) in enumerate(block.opens):
-            yield from _wrapped("    (", ", ".join(names) + ",", f") = saved{f'_{n}' if n else ''}")
+            yield from wrapped("    (", ", ".join(names) + ",", f") = saved{f'_{n}' if n else ''}")
         section = ""
         for line in range(r.period):
             s = self.statements[r.at(0, line)]
@@ -263,11 +294,12 @@ class Function:
                 section = here
                 yield f"    # {section}"
             texts = [inner.get((line, k)) or self.names.of(ref) for k, ref in enumerate(s.reads)]
-            yield from self._line(s, texts, "    ")
+            differs = s.reason != self.statements[r.at(1, line)].reason  # by the number of the block
+            yield from self._line(s, texts, "    ", re.sub(r"\.\d+\b", ".i", s.reason, count=1) if differs else "")
         out = [self.names.of(self.statements[r.at(0, line)].node) for line in block.outputs]
         for pack in block.packs:
             out.append(f"({', '.join(self.names.of(self.statements[r.at(0, line)].node) for line in pack.lines)},)")
-        yield from _wrapped("    return ", ", ".join(out), "") if len(out) != 1 else [f"    return {out[0]}"]
+        yield from wrapped("    return ", ", ".join(out) if len(out) != 1 else out[0].strip("()"), "")
 
     def body(self) -> Iterator[str]:
         """The lines of the step."""
@@ -293,16 +325,16 @@ class Function:
             yield from self._line(s, [self.text(ref) for ref in s.reads], "    ")
             i += 1
 
-    def _line(self, s: Statement, texts: Sequence[str], indent: str) -> Iterator[str]:
+    def _line(self, s: Statement, texts: Sequence[str], indent: str, reason: str = "") -> Iterator[str]:
         parts = s.code.split(HOLE)
         code = "".join(a + b for a, b in zip(parts, [*texts, ""], strict=True))
         comment = "  # " + "; ".join(filter(None, (info_of(s.node).line, s.comment)))
-        if s.reason:
-            yield f"{indent}# {s.reason}"
+        if reason or s.reason:
+            yield f"{indent}# {reason or s.reason}"
         target = f"{self.names.of(s.node)} = " if self.readers.get(s.node) or s.node in self.results else ""
         if not target and is_mutating(s.node):
             comment = ""
-        made = list(_wrapped(indent + target + code.partition("(")[0] + "(", code.partition("(")[2][:-1], ")")) \
+        made = list(wrapped(indent + target + code.partition("(")[0] + "(", code.partition("(")[2][:-1], ")")) \
             if code.endswith(")") and len(code) > _WIDTH else [indent + target + code]  # fmt: skip
         made[-1] += comment if comment != "  # " else ""
         yield from made
@@ -321,13 +353,12 @@ class Function:
         for pack in block.packs:
             pack.names.append(self.names.fresh("saved"))
             out.append(pack.names[-1])
-        called = f"{block.name}({', '.join(arguments)})"
-        if not out:
-            yield f"    {called}"
-        elif len(", ".join(out)) + len(called) + 7 <= _WIDTH:
-            yield f"    {', '.join(out)} = {called}"
-        else:
-            yield from _wrapped("    (", ", ".join(out) + ",", f") = {called}", always=True)
+        target, inner = f"    {', '.join(out)} = " if out else "    ", ", ".join(arguments)
+        if len(out) > 1 and len(target) + len(block.name) + len(inner) + 2 > _WIDTH:
+            yield from list(wrapped("    (", ", ".join(out) + ",", "", always=True))[:-1]
+            target = "    ) = "
+        # One value has no parentheses: ``(x,) = f()`` would take apart a tensor of one row.
+        yield from wrapped(f"{target}{block.name}(", inner, ")")
 
     def _last_uses(self) -> dict[int, list[str]]:
         """Statement to the values outside of blocks that nobody reads after it."""
@@ -358,29 +389,37 @@ class Function:
                     name = packs[int(pack)].names[int(k)]
                 dead.append(name)
         if dead:
-            yield from _wrapped("    del ", ", ".join(dead), "")
+            yield from wrapped("    del ", ", ".join(dead), "")
 
 
 def _quoted(text: str) -> str:
     return repr(text) if '"' in text or "\\" in text else f'"{text}"'
 
 
-def _module(section: str) -> str:
-    return section.replace(", ", ": ") or "block"
+def _module(sections: Sequence[str]) -> str:
+    """The module that has all of a block, and its part of the step: ``blocks.i, forward``."""
+    paths = [_NUMBER.sub("i", s.partition(", ")[0].partition(" ")[0], count=1).split(".") for s in sections]
+    shared = [names[0] for names in zip(*paths, strict=False) if len(set(names)) == 1]
+    roles = dict.fromkeys(s.rpartition(", ")[2] for s in sections)
+    return ", ".join([".".join(shared) or "block", *roles])
 
 
-def _wrapped(head: str, inner: str, tail: str, always: bool = False) -> Iterator[str]:
+def wrapped(head: str, inner: str, tail: str, always: bool = False) -> Iterator[str]:
     """A line, or several where it is long: broken at commas inside of brackets."""
     if len(head) + len(inner) + len(tail) <= _WIDTH and not always:
         yield head + inner + tail
         return
-    opening = "" if head.rstrip().endswith(("(", "[")) else "("
+    opening = "" if head.rstrip().endswith(("(", "[", "{")) else "("
     indent = " " * (len(head) - len(head.lstrip()) + 4)
     yield head + opening
-    yield from textwrap.wrap(
-        inner, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    # Lines end after commas outside of strings: keys of tensors may have spaces.
+    fixed = _STRING.sub(lambda m: m.group().replace(" ", _SPACE), inner)
+    fixed = re.sub(r"(?<!,) ", _SPACE, fixed)
+    for line in textwrap.wrap(
+        fixed, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ):
+        yield line.replace(_SPACE, " ")
     yield indent[4:] + (")" if opening else "") + tail
 
 
-__all__ = ["Function", "ValueNames"]
+__all__ = ["Function", "ValueNames", "wrapped"]

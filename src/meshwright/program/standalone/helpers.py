@@ -54,6 +54,36 @@ def strided(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
+def keep_one(x: torch.Tensor, keep: bool) -> torch.Tensor:
+    """``x`` on one rank and zeros on the others, whose sum over the ranks is ``x``."""
+    return x.clone() if keep else torch.zeros_like(x)
+
+
+def row(shards: Sequence[torch.Tensor], offsets: Sequence[int], size: int) -> torch.Tensor:
+    """One flat buffer that holds this rank's shards, each from its offset on."""
+    out = shards[0].new_zeros(size)
+    for shard, offset in zip(shards, offsets, strict=True):
+        out[offset : offset + shard.numel()] = shard.reshape(-1)
+    return out
+
+
+def pack(flat: torch.Tensor, x: torch.Tensor, dim: int, n: int, offset: int) -> torch.Tensor:
+    """Write ``x`` into a buffer of ``n`` rows: into each row, from ``offset`` on, the shard of one rank."""
+    for own, shard in zip(
+        flat.view(n, -1), x.split(-(-x.shape[dim] // n), dim), strict=False
+    ):  # last rows may be empty
+        own[offset : offset + shard.numel()] = shard.reshape(-1)
+    return flat
+
+
+def unpack(flat: torch.Tensor, shape: Sequence[int], dim: int, n: int, offset: int) -> torch.Tensor:
+    """A tensor from a gathered buffer of ``n`` rows: each row has, from ``offset`` on, the shard of one rank."""
+    x = flat.new_empty(list(shape))
+    for own, shard in zip(flat.view(n, -1), x.split(-(-shape[dim] // n), dim), strict=False):  # last rows may be empty
+        shard.copy_(own[offset : offset + shard.numel()].view(shard.shape))
+    return x
+
+
 def laid(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """A copy of ``x`` with these strides."""
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)

@@ -11,7 +11,8 @@ import torch.fx as fx
 
 from .statements import Statement
 
-_SHORTEST = 3  # lines of a block
+_SHORTEST = 2  # lines of a block
+_FEWEST = 8  # lines of all blocks: fewer are as short without a function
 _TRIED = 12  # candidates for the longest repeat
 
 
@@ -76,7 +77,7 @@ def _candidates(ids: np.ndarray, low: int, high: int) -> list[tuple[int, int, in
         lengths = np.diff(edges) - 1
         best = int(lengths.argmax())
         length = int(lengths[best])
-        if length >= period:
+        if length >= period and length + period >= _FEWEST:
             found.append((length, period, low + int(edges[best]) + 1))
     found.sort(key=lambda f: (-f[0], f[1]))
     return [(start, period, length + period) for length, period, start in found[:_TRIED]]

@@ -13,6 +13,7 @@ from ..ir.schedules import Action
 from ..run.bind import BoundProgram
 from . import helpers
 from .bundle import Bundle
+from .functions import wrapped
 
 _READS = {"F": "F", "P": "GFBIW", "R": "R"}  # of a message, the parts that may read it
 
@@ -40,12 +41,19 @@ class StageActions:
         self.here = self.place[self.how.axis]
         self.gathered: set[tuple[int, str]] = set()
         self.came: dict[int, set[str]] = {}
+        self.lists: dict[tuple[str, ...], str] = {}  # names of values to the name of their list
 
     def lines(self) -> Iterator[str]:
         """The function."""
-        bundle, how, n = self.bundle, self.how, self.how.schedule.micro_batches
         for helper in (helpers.cut_rows, helpers.send, helpers.receive):
-            bundle.add(helper)
+            self.bundle.add(helper)
+        body = list(self._body())
+        for names, name in self.lists.items():
+            yield from wrapped(f"{name} = [", ", ".join(map(json.dumps, names)), "]")
+        yield from ["", "", *body] if self.lists else body
+
+    def _body(self) -> Iterator[str]:
+        how, n = self.how, self.how.schedule.micro_batches
         yield "def step(w, batch):"
         yield f'    """Train on a global batch in {n} micro-batches ({how.schedule.name}); the loss."""'
         yield f"    micros, sent, reduced = cut_rows(batch, {n}), [], {{}}"
@@ -75,6 +83,10 @@ class StageActions:
     def _name(self, part: str) -> str:
         return self.names[part]
 
+    def _list(self, names: list[str]) -> str:
+        """The name of a list of values."""
+        return self.lists.setdefault(tuple(names), f"VALUES_{len(self.lists)}")
+
     def _messages(self, a: Action) -> list[Message]:
         which = "B" if a.part == "I" else a.part
         return [m for m in self.how.messages if m.part == which and a.stage in (m.src, m.dst)]
@@ -89,12 +101,12 @@ class StageActions:
         last = a.part in "BW"
         parts = [f"held.pop({key})" if last else f"held.setdefault({key}, {{}})"]
         if wanted:
-            parts.append(f"{{k: came[{a.stage}].get(k, gathered[{a.stage}].get(k)) for k in {json.dumps(wanted)}}}")
+            parts.append(f"{{k: came[{a.stage}].get(k, gathered[{a.stage}].get(k)) for k in {self._list(wanted)}}}")
         parts += [self._received(m, a.micro) for m in self._messages(a) if m.dst == a.stage]
         yield f"    made = {self._name(part)}(w, micros[{a.micro}], {' | '.join(parts)})"
         if not last:
             names = [o.name for o in bound.program.outputs if o.kind == "held"]
-            yield f"    held[{key}] |= {{k: made[k] for k in {json.dumps(names)}}}" if names else "    pass"
+            yield f"    held[{key}] |= {{k: made[k] for k in {self._list(names)}}}" if names else "    pass"
         yield from self._sent(a, a.micro)
 
     def _gather(self, a: Action, wanted: list[str]) -> Iterator[str]:
@@ -121,7 +133,7 @@ class StageActions:
         yield f"    made = {self._name(part)}(w, batch, {' | '.join(came) or '{}'})"
         names = [o.name for o in bound.program.outputs if o.kind == "reduced"]
         if names:
-            yield f"    reduced |= {{k: made[k] for k in {json.dumps(names)}}}"
+            yield f"    reduced |= {{k: made[k] for k in {self._list(names)}}}"
         yield from self._sent(a, 0)
 
     def _sent(self, a: Action, micro: int) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import torch.fx as fx
 from ... import compat
 from ...collective import COLLECTIVES, STARTS, WAIT_OP
 from ...errors import ProgramError
+from ...layout import Layout
 from ...mesh import Mesh
 from ...operators import KERNELS
 from ..ir.nodes import Value, checked_value, info_of, target_name, value_of
@@ -53,6 +55,12 @@ _FUNCTIONS = {
     *("cat", "stack", "sum", "mean", "where", "addmm", "bmm", "baddbmm", "amax", "amin", "cumsum", "topk", "gather"),
 }
 _INFIX = {aten.add.Tensor: "+", aten.sub.Tensor: "-", aten.mul.Tensor: "*", aten.div.Tensor: "/", aten.mm.default: "@"}
+_INFIX |= {aten.bitwise_and.Tensor: "&", aten.bitwise_or.Tensor: "|"}
+for _name, _sign in {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items():
+    _INFIX |= {getattr(getattr(aten, _name), _kind): _sign for _kind in ("Scalar", "Tensor")}
+_PREFIX = {aten.neg.default: "-", aten.bitwise_not.default: "~"}
+_DEFAULTS = {"layout": torch.strided, "pin_memory": False}
+_OF_TORCH = {"aten", "prims"}  # namespaces of ops that every process has
 _OPTIONS = {  # of a collective, the helper's arguments among the options
     "all_reduce": ("op",),
     "all_gather": ("dim", "sizes"),
@@ -158,6 +166,8 @@ class Writer:
         if isinstance(target, compat.OpOverload):
             if target.namespace == "meshwright":
                 return self._own(node, target)
+            if target.namespace not in _OF_TORCH:
+                return self._custom(node, target)
             return self._aten(node, target)
         raise ProgramError(f"step.to_python: {target_name(target)} has no name in a file")
 
@@ -167,6 +177,8 @@ class Writer:
         if target in _INFIX and len(node.args) == 2 and not node.kwargs:
             left, right = (self._text(a) for a in node.args)
             return f"{left} {_INFIX[target]} {right}"
+        if target in _PREFIX:
+            return f"{_PREFIX[target]}{self._text(node.args[0])}"
         args = self._arguments(node)
         if name == "_unsafe_view":
             name = "view"
@@ -185,6 +197,7 @@ class Writer:
         name = target._schema.name.partition("::")[2]
         own: dict[str, Callable[..., Any]] = {
             "laid": helpers.laid, "to_device": helpers.to_device, "to_host": helpers.to_host,
+            "keep_one": helpers.keep_one, "row": helpers.row, "pack": helpers.pack, "unpack": helpers.unpack,
         }  # fmt: skip
         kernel = own.get(name) or KERNELS.get(name)
         if kernel is None or not hasattr(kernel, "__name__") or kernel.__name__ == "<lambda>":
@@ -195,6 +208,22 @@ class Writer:
             return f"{self.bundle.add(kernel)}({', '.join(self._arguments(node))})"
         except ProgramError as error:
             raise ProgramError(f"{error} ({self._where(node)})") from None
+
+    def _custom(self, node: fx.Node, target: Any) -> str:
+        """A custom op of the user or of another package: the source of its function goes into the file."""
+        definitions = sys.modules[compat.CustomOpDef.__module__].OPDEFS  # none of an op of C++ or of torch.library.impl
+        op = definitions.get(target._schema.name)
+        fn = op._init_fn if op is not None and not {*op._backend_fns} - {None} else None
+        where, name = self._where(node), target._schema.name
+        try:
+            if fn is None:
+                raise ProgramError(f"step.to_python: {name} is not a torch.library.custom_op with one Python function")
+            return f"{self.bundle.add_bare(fn)}({', '.join(self._arguments(node))})"
+        except ProgramError as error:
+            raise ProgramError(
+                f"{error} ({where}). A file that needs only torch cannot call {name}: use ops of PyTorch there, or a "
+                "custom op whose function stands at the top of a module and needs only torch"
+            ) from None
 
     def _collective(self, node: fx.Node) -> str:
         kind, started = COLLECTIVES[node.target], node.target in STARTS.values()
@@ -234,7 +263,9 @@ class Writer:
     # -- arguments --------------------------------------------------------------------------------------
 
     def _arguments(self, node: fx.Node) -> list[str]:
-        return [self._text(a) for a in node.args] + [f"{k}={self._text(v)}" for k, v in node.kwargs.items()]
+        return [self._text(a) for a in node.args] + [
+            f"{k}={self._text(v)}" for k, v in node.kwargs.items() if k not in _DEFAULTS or v != _DEFAULTS[k]
+        ]
 
     def _text(self, a: Any) -> str:
         """An argument as source."""
@@ -285,7 +316,16 @@ class Writer:
         cause = self.program.cause(node)
         if cause is None or node.target not in COLLECTIVES:
             return ""
-        return f"{cause.src} -> {cause.dst}: {cause.reason.partition('; ')[0]}"
+        reason = re.sub(r" \([^()]*->[^()]*\)$", "", cause.reason.partition("; ")[0])  # the op's rule
+        return f"{_changes(cause.src, cause.dst)}: {reason}"
+
+
+def _changes(src: Any, dst: Any) -> str:
+    """The axes of two layouts whose placements differ: ``tp: Partial() -> Replicate()``."""
+    if not isinstance(src, Layout) or not isinstance(dst, Layout):
+        return f"{src} -> {dst}"
+    pairs = zip(src.mesh.axes, src.placements, dst.placements, strict=True)
+    return ", ".join(f"{axis}: {a} -> {b}" for axis, a, b in pairs if a != b) or f"{src} -> {dst}"
 
 
 __all__ = ["HOLE", "Statement", "Writer", "sections_of"]

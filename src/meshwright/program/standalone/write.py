@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -29,7 +28,7 @@ from ..run.bind import BoundProgram, CompiledVariant, zeros
 from ..run.runner import makes
 from . import helpers
 from .bundle import Bundle
-from .functions import Function, ValueNames
+from .functions import Function, ValueNames, wrapped
 from .stages import StageActions
 from .statements import Writer, few_in_order
 
@@ -275,15 +274,6 @@ class _File:
         yield f"MESH = {json.dumps(dict(zip(mesh.axes, mesh.sizes, strict=True)))}  # axis to its number of ranks"
         yield from (f"{name} = None  # the process group over {axes}" for axes, name in self.groups.items())
         yield "Tensor = torch.Tensor"
-        for keys, name in self.lists.items():
-            yield f"{name} = ["
-            yield from textwrap.wrap(
-                ", ".join(json.dumps(key) for key in keys), 116, initial_indent="    ", subsequent_indent="    ",
-                break_long_words=False, break_on_hyphens=False,
-            )  # fmt: skip
-            yield "]"
-        for source in self.bundle.sources:
-            yield from ["", "", *source.splitlines()]
         yield from ["", ""]
         for bound, definitions, cuts, body, returned in self.bodies:
             for _, lines in definitions:
@@ -294,6 +284,12 @@ class _File:
             yield from [*cuts, *body, *returned, "", ""]
         yield from self.stages
         yield from self._cycle()
+        yield "# What the functions above call, and how the file starts."
+        for keys, name in self.lists.items():
+            yield from wrapped(f"{name} = [", ", ".join(json.dumps(key) for key in keys), "]", always=True)
+        for source in self.bundle.sources:
+            yield from ["", "", *source.splitlines()]
+        yield from ["", ""]
         yield from self._start()
 
     def _returned(self, bound: BoundProgram, function: Function) -> Iterator[str]:
@@ -301,7 +297,7 @@ class _File:
         program, out = bound.program, []
         if self.how is not None and any(o.kind in ("held", "edge", "gathered", "reduced") for o in program.outputs):
             pairs = {o.name: function.text(n) for o, n in zip(program.outputs, program.results, strict=True)}
-            yield f"    return {{{', '.join(f'{json.dumps(k)}: {v}' for k, v in pairs.items())}}}"
+            yield from wrapped("    return {", ", ".join(f"{json.dumps(k)}: {v}" for k, v in pairs.items()), "}")
             return
         for o, node in zip(program.outputs, program.results, strict=True):
             text = function.text(node)
