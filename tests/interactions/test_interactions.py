@@ -142,6 +142,7 @@ def test_pairs_find_what_was_wrong_once(defect: str) -> None:
             "layouts": "sequence",
             "head": "the first weight added",
         },
+        {"mode": "pipeline", "micro": "2", "block": "tied", "rows": "one each", "second": "one"},
         {"context": "every layer checkpointed", "precision": "autocast", "storage": "fsdp", "mesh": "tp=2"},
     ],
     ids=lambda values: ", ".join(values.values()),

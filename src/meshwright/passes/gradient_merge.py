@@ -291,7 +291,8 @@ class Merge:
         axes, at = set[str](), node
         while not info_of(at).grad_of:
             (at,) = at.users
-            if at.target not in COLLECTIVES and at.target not in _IN_ORDER:
+            added = at.target is aten.add.Tensor and all(_shape(n) == _shape(at) for n in at.all_input_nodes)
+            if at.target not in COLLECTIVES and at.target not in _IN_ORDER and not added:
                 return None  # a transposition, say: of a square matrix no shape would tell it
             axes |= set(str(at.args[-2]).split(",")) if is_sum(at) else set()
         spec, mesh = info_of(at).grad_of[0][1], self.program.mesh
@@ -505,6 +506,10 @@ def _names(node: fx.Node) -> list[str]:
     while not info_of(node).grad_of:
         (node,) = node.users
     return [name for name, _ in info_of(node).grad_of]
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(checked_value(node).shape)
 
 
 def _between(node: fx.Node, at: fx.Node) -> Iterator[fx.Node]:
