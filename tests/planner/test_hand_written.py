@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 import torch.nn as nn
 
 import meshwright as mw
-from meshwright.planner.emit import Keeping
+from meshwright.planner.emit import Keeping, Layouts
 from meshwright.planner.measure import TrainedStep
 from meshwright.planner.search import Candidate, PlanSearch
 from meshwright.train.config import StepConfig
@@ -84,20 +86,19 @@ def searches(name: str) -> Callable[..., PlanSearch]:
     return search
 
 
-def by_hand(name: str, devices: int) -> Iterator[tuple[str, Candidate]]:
-    """Data parallel, ZeRO-1/2, ZeRO-3 and hybrid, tensor parallel with them, and pipelines of data parallel stages."""
+KINDS = ("replicated", "states", "kept", "fsdp")
+MICRO_BATCHES = (1, 2, 4, 8)  # for each stage
+
+
+def inside(name: str, devices: int) -> Iterator[tuple[str, PlanSearch, Layouts]]:
+    """Layouts without stages: rows split; over nodes and within them; weights split, with and without sequences."""
     search, weights = searches(name), MODELS[name][1]
-    whole = {"*": {"dp": mw.Replicate()}}
-    alone = search(devices, mw.Mesh({"dp": devices}), whole)
+    alone = search(devices, mw.Mesh({"dp": devices}), {"*": {"dp": mw.Replicate()}})
     layouts = alone.layouts((devices,))
     assert layouts is not None
-    for kind in ("replicated", "states", "kept", "fsdp"):
-        for again in (False, True):
-            storage = Keeping(kind, ("dp",) if kind != "replicated" else (), again)
-            yield f"dp, {storage}", alone.estimate(layouts, storage)
-            if devices > MACHINE.node:
-                hybrid = layouts.hybrid(MACHINE.node)
-                yield f"hybrid, {storage}", alone.estimate(hybrid, storage)
+    yield "dp", alone, layouts
+    if devices > MACHINE.node:
+        yield "hybrid", alone, layouts.hybrid(MACHINE.node)
     for tp in (2, 4, 8) if weights else ():
         if tp < devices:
             mesh = mw.Mesh({"dp": devices // tp, "tp": tp})
@@ -105,10 +106,31 @@ def by_hand(name: str, devices: int) -> Iterator[tuple[str, Candidate]]:
                 found = search(devices, mesh, {**weights, **(batch if name.startswith(("gpt", "llama")) else {})})
                 split = found.layouts(mesh.sizes)
                 assert split is not None
-                over = tuple(a for a, r in zip(split.axes, split.roles, strict=True) if r in ("dp", "cp"))
-                for kind in ("replicated", "states", "kept", "fsdp") if over else ("replicated",):
-                    storage = Keeping(kind, over if kind != "replicated" else ())
-                    yield f"{words}={tp}, {storage}", found.estimate(split, storage)
+                yield f"{words}={tp}", found, split
+
+
+def by_hand(name: str, devices: int) -> Iterator[tuple[str, Candidate]]:
+    """Each of these with ZeRO-1/2, ZeRO-3 and recomputed blocks; and in stages of a pipeline."""
+    for words, search, layouts in inside(name, devices):
+        for storage in stored(layouts, search):
+            yield f"{words}, {storage}", search.estimate(layouts, storage)
+    blocks = sum(run.count for run in searches(name)(devices).repeats.runs)
+    for stages in (n for n in range(2, blocks + 1) if devices % n == 0 and devices // n > 1):
+        for words, search, layouts in inside(name, devices // stages):
+            ways = math.prod(n for n, role in zip(layouts.sizes, layouts.roles, strict=True) if role in ("dp", "ep"))
+            for m in (n * stages for n in MICRO_BATCHES if 64 % (n * stages * ways) == 0):
+                for storage in stored(layouts, search, ("replicated", "states", "fsdp")):
+                    piped = replace(storage, stages=stages, micro_batches=m)
+                    yield f"{words}, {piped}", search.of_stages(layouts, piped, blocks)
+
+
+def stored(layouts: Layouts, search: PlanSearch, kinds: Sequence[str] = KINDS) -> Iterator[Keeping]:
+    """Ways to keep parameters over the axes of the batch; of two such axes (hybrid) the inner one alone too."""
+    over = tuple(a for a, role in zip(layouts.axes, layouts.roles, strict=True) if role in ("dp", "cp"))
+    for kind in kinds if over else kinds[:1]:
+        for axes in {over, over[-1:]} if kind != "replicated" else {()}:
+            for again in (False, True) if search.repeats.runs else (False,):
+                yield Keeping(kind, axes, again)
 
 
 @pytest.mark.thin(20)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch.fx as fx
 
 from ..layout import LayoutLine, LayoutTable, Partial, Placement, Replicate, Shard
+from .folding import folded
 from .graph import PlannedOp, PlannedValue
 from .prices import PICO, REDUCED, State, Wires
 from .solve import Optimum
@@ -231,14 +230,33 @@ class Layouts:
 
     # -- estimates ------------------------------------------------------------------------------------
 
-    def seconds(self) -> tuple[float, float]:
-        """Of ops, and of collectives on activations."""
-        space, compute, launch = self.space, 0.0, self.space.wires.hardware.launch
-        for op in space.ops:
-            way, (there, back) = self.way(op), op.seconds
+    def seconds(self, micro_batches: int = 1) -> tuple[float, float]:
+        """Of ops, and of collectives on activations; each micro-batch launches all of them."""
+        compute = self._computing(micro_batches)
+        critical = self.optimum.price / PICO - self._computing(1) - self._synchronized() * self.shown
+        return compute, critical + (micro_batches - 1) * self._latencies()
+
+    def _computing(self, micro_batches: int) -> float:
+        total, launch = 0.0, self.space.wires.hardware.launch * micro_batches
+        for op in self.space.ops:
+            there, back = op.seconds
             least = (launch if there else 0.0) + (launch if back else 0.0)
-            compute += op.times * max((there + back) * way.work, least)
-        return compute, self.optimum.price / PICO - compute - self._synchronized() * self.shown
+            total += op.times * max((there + back) * self.way(op).work, least)
+        return total
+
+    def _latencies(self) -> float:
+        """Seconds that collectives on activations take whatever they send."""
+        total, wires = 0.0, self.wires
+        for value in self.space.values.values():
+            if value.maker is None or not value.learnt:
+                continue
+            for a, (made, read) in enumerate(
+                zip(self.spread(self.made(value)), self.spread(self.read(value)), strict=True)
+            ):
+                both = not isinstance(made[0], Replicate), isinstance(read[0], Shard)  # forward, backward
+                if made[0] != read[0] and not isinstance(read[0], Partial):
+                    total += sum(both) * wires.seconds((a,), 0.0) * value.times
+        return total
 
     def _synchronized(self) -> float:
         """Seconds of the sums of gradients."""
@@ -316,7 +334,7 @@ def table_of(
         split = {n: [a for a in storage.axes if a not in line.placements] for n, line in lines.items()}
         if any(len(v) < len(storage.axes) for v in split.values()):
             over = {n: v for n, v in split.items() if v}
-            options["fsdp"] = _fold(over, every) if fold else over
+            options["fsdp"] = folded(over, every) if fold else over
         options["reshard_after_forward"] = storage.kind == "fsdp"
     elif storage.kind == "states":
         options["shard_states"] = storage.axes[0] if len(storage.axes) == 1 else list(storage.axes)
@@ -328,34 +346,11 @@ def table_of(
         options["stages"] = {PIPELINE_AXIS: "auto"}
         options["passes"] = [f"pipeline:micro_batches={storage.micro_batches},schedule=1f1b"]
     if fold:
-        lines = _fold(lines, every)
-        outputs = _fold(outputs, every)
+        lines = folded(lines, every)
+        outputs = folded(outputs, every)
     return LayoutTable(
         sizes, lines, layouts.batch(), notes, inputs=inputs, outputs=outputs, options=options, made_for=made_for
     )
-
-
-def _fold(said: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """What is said of layers that are alike as one; of what differs in few of them behind, as the last one counts."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in said:
-        groups[re.sub(r"(?<![^.])\d+(?![^.])", "*", name)].append(name)
-    made: dict[str, Any] = {}
-    others: dict[str, Any] = {}
-    for glob, members in groups.items():
-        if len(members) < 2 or {n for n in names if fnmatchcase(n, glob)} != {*members}:
-            made.update({n: said[n] for n in members})
-            continue
-        usual = Counter(_key(said[n]) for n in members).most_common(1)[0][0]
-        alike = [n for n in members if _key(said[n]) == usual]
-        made[glob] = said[alike[0]]
-        others.update({n: said[n] for n in members if n not in alike})
-    return made | others
-
-
-def _key(said: Any) -> str:
-    placements = said.placements if isinstance(said, LayoutLine) else said
-    return repr(sorted(placements.items()) if isinstance(placements, Mapping) else placements)
 
 
 __all__ = ["PIPELINE_AXIS", "Keeping", "Layouts", "table_of"]

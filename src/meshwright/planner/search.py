@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -291,10 +291,10 @@ class PlanSearch:
 
     def estimate(self, layouts: Layouts, storage: Keeping) -> Candidate:
         """Seconds and bytes of a candidate, from the tables."""
-        compute, critical = layouts.seconds()
+        compute, critical = layouts.seconds(storage.micro_batches)
         held, moved = self._held(layouts, storage)
         if storage.recompute:
-            inside, sent = self._again(layouts)
+            inside, sent = self._again(layouts, storage.micro_batches)
             compute, critical = compute + inside, critical + sent
         hidden, late, update, gathered = moved
         critical += late
@@ -359,12 +359,19 @@ class PlanSearch:
                     continue
                 layouts.space.problem.tables.forget(_REMEMBERED)
                 over = [n for n, role in zip(layouts.sizes, layouts.roles, strict=True) if role in ("dp", "ep")]
-                for m in (stages, 2 * stages, _MICRO * stages):
-                    if self._rows() % (m * math.prod(over)) == 0:
-                        for again in (False, True):
-                            storage = Keeping("replicated", (), again, stages, m)
-                            made.append(self.of_stages(layouts, storage, blocks))
+                counts = [m for m in (stages, 2 * stages, _MICRO * stages) if self._rows() % (m * math.prod(over)) == 0]
+                for which, storage in self.staged(layouts) if counts else ():
+                    made += [
+                        self.of_stages(which, replace(storage, stages=stages, micro_batches=m), blocks) for m in counts
+                    ]
         return made
+
+    def staged(self, layouts: Layouts) -> Iterator[tuple[Layouts, Keeping]]:
+        """Layouts and storage inside of stages, where parameters are gathered once a step in any case."""
+        yield from ((layouts, storage) for storage in self.storages(layouts) if storage.kind != "kept")
+        for inner in self.hybrids(layouts):
+            for recompute in (False, True):
+                yield layouts.hybrid(inner), Keeping("fsdp", ("dp",), recompute)
 
     def priced(self, layouts: Layouts, storage: Keeping) -> Candidate:
         """A candidate, with stages or without."""
@@ -387,18 +394,21 @@ class PlanSearch:
 
     def of_stages(self, layouts: Layouts, storage: Keeping, blocks: int) -> Candidate:
         """A pipeline, from the numbers of its step without stages."""
-        whole = self.estimate(layouts, Keeping("replicated", (), storage.recompute))
+        # A stage gathers its parameters once for all micro-batches, and holds them until the last one.
+        kind = "kept" if storage.kind == "fsdp" else storage.kind
+        flat = replace(storage, kind=kind, stages=1)
+        whole = self.estimate(layouts, flat)
         compute, critical, hidden, renew = whole.parts
+        held, (_, late, _, gathered) = self._held(layouts, flat)
         m, p, inner = storage.micro_batches, storage.stages, self.in_blocks(layouts)
-        per_block = (compute * inner + critical) / blocks / m
+        per_block = (compute * inner + critical - late) / blocks / m
         sent = layouts.crossing() / blocks / m / self.hardware.links[-1].bandwidth + self.hardware.links[-1].latency
         ends = compute * (1 - inner) / m
         found = cut(blocks, p, per_block, ends)
-        held, _ = self._held(layouts, Keeping())
         one = max(found, key=lambda s: s.blocks).blocks / blocks
-        memory = held * one * 1.1 + (whole.memory - held) * one * min(p, m) / m
+        memory = held * one * 1.1 + gathered + (whole.memory - held - gathered) * one * min(p, m) / m
         times = [Stage(s.blocks, s.seconds + 2 * sent) for s in found]
-        seconds = piped_seconds([s.seconds for s in times], m) + (hidden + renew) * one
+        seconds = piped_seconds([s.seconds for s in times], m) + (hidden + late + renew) * one
         return Candidate(layouts, storage, seconds, memory, (compute / p, critical / p, hidden / p, renew / p))
 
     def in_blocks(self, layouts: Layouts) -> float:
@@ -407,12 +417,15 @@ class PlanSearch:
         total = sum(t for _, t in every) or 1.0
         return sum(t for op, t in every if layouts.space.in_block(op)) / total
 
-    def _again(self, layouts: Layouts) -> tuple[float, float]:
+    def _again(self, layouts: Layouts, micro_batches: int) -> tuple[float, float]:
         """Seconds of the forward of blocks, which run again: of ops, and of what they send."""
-        inside = {id(op) for op in layouts.space.ops if layouts.space.in_block(op)}
-        compute = sum(op.times * op.seconds[0] * layouts.way(op).work for op in layouts.space.ops if id(op) in inside)
-        every = sum(op.times * op.seconds[0] * layouts.way(op).work for op in layouts.space.ops) or 1.0
-        return compute, layouts.seconds()[1] / 2 * compute / every
+        every = inside = 0.0
+        for op in layouts.space.ops:
+            least = self.hardware.launch * micro_batches if op.seconds[0] else 0.0
+            seconds = op.times * max(op.seconds[0] * layouts.way(op).work, least)
+            every += seconds
+            inside += seconds if layouts.space.in_block(op) else 0.0
+        return inside, layouts.seconds(micro_batches)[1] / 2 * inside / (every or 1.0)
 
     def _of_blocks(self, layouts: Layouts) -> tuple[float, float]:
         """Bytes that blocks hold for the backward; and those of their inputs, with all of one block."""

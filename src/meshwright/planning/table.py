@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from typing import Any
 
 import torch.nn as nn
@@ -17,6 +16,7 @@ from ..layout import LayoutLine, LayoutTable, Placement, Replicate, Shard
 from ..machines import Hardware
 from ..mesh import Mesh
 from ..planner import FoundPlan, plan
+from ..planner.folding import folded
 from ..program.capture.export import Captured, LossFn, capture, leaf_names
 from ..program.capture.fakes import writing_nothing
 from ..program.ir.nodes import no_collection
@@ -166,20 +166,4 @@ def _batch(batch: Any, mesh: Mesh, data: str | None) -> tuple[dict[str, Any], li
     return said if all(split.values()) else {n: said if s else {} for n, s in split.items()}, notes
 
 
-def folded(lines: Mapping[str, LayoutLine], names: Iterable[str]) -> dict[str, LayoutLine]:
-    """Lines of layers that are alike as one: numbers in names become ``*`` where that means these names alone."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in lines:
-        groups[re.sub(r"(?<![^.])\d+(?![^.])", "*", name)].append(name)
-    made, known = {}, {*names, *lines}
-    for glob, members in groups.items():
-        alike = len({tuple(sorted(lines[n].placements.items())) for n in members}) == 1
-        if alike and len(members) > 1 and {n for n in known if fnmatchcase(n, glob)} == {*members}:
-            reasons = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", lines[n].reason) for n in members)
-            made[glob] = LayoutLine(lines[members[0]].placements, reasons.most_common(1)[0][0])
-        else:
-            made.update({n: lines[n] for n in members})
-    return made
-
-
-__all__ = ["folded", "layouts"]
+__all__ = ["layouts"]
