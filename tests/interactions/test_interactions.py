@@ -143,6 +143,7 @@ def test_pairs_find_what_was_wrong_once(defect: str) -> None:
             "head": "the first weight added",
         },
         {"mode": "pipeline", "micro": "2", "block": "tied", "rows": "one each", "second": "one"},
+        {"mode": "data-parallel", "micro": "3", "mesh": "tp=3", "layouts": "found", "precision": "autocast"},
         {"context": "every layer checkpointed", "precision": "autocast", "storage": "fsdp", "mesh": "tp=2"},
     ],
     ids=lambda values: ", ".join(values.values()),

@@ -222,18 +222,23 @@ class Merge:
     # -- where to cut ---------------------------------------------------------------------------------
 
     def _cuts(self) -> Iterator[fx.Node]:
-        """The gradients, each where nothing has been sent for it yet, unless another one is made of what was sent."""
+        """The gradients, each where nothing has been sent for it yet, unless another one is made of what was sent.
+
+        In the order of their parameters, as that of a rank's own graph may differ.
+        """
+        order = {i.name: place for place, i in enumerate(self.program.inputs)}
         gradients = [n for n in self.graph.nodes if info_of(n).grad_of]
         unsent = {n: before_reduction(n, self.whole_sums) for n in gradients}
         read = ancestors([*unsent.values()])
-        found: dict[fx.Node, None] = {}
+        found: dict[fx.Node, int] = {}
         for node, at in unsent.items():
             if not read.isdisjoint(_between(node, at)):
                 at = node
             if self.seeded:
                 at = next((n for n in _equivalent_cuts(at) if self._lies(n) is not None), at)
-            found.update(dict.fromkeys(self.contributions[at].values() if at in self.contributions else (at,)))
-        yield from found
+            for cut in self.contributions[at].values() if at in self.contributions else (at,):
+                found.setdefault(cut, order[info_of(node).grad_of[0][0]])
+        yield from sorted(found, key=lambda cut: (found[cut], self.stage_of.get(cut, -1)))
 
     def _one_sum_each(self, cuts: list[fx.Node]) -> None:
         seen = set[tuple[str, int | None]]()
