@@ -315,3 +315,27 @@ def test_vectors_joined_by_blocks_are_differentiated_twice() -> None:
     wanted = second(value.clone().requires_grad_())
     for found in mw.simulate(run, mesh):
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("placements", [{}, {"dp": mw.Shard(0)}, {"dp": mw.Shard(1)}], ids=str)
+def test_differences_beside_what_is_joined(placements: dict[str, mw.Shard]) -> None:
+    """As in Transformers, which finds documents by positions: along a whole dim, and split along the others."""
+    mesh = mw.Mesh({"dp": 2})
+    x, before, after = (torch.rand(3, n, dtype=torch.float64) for n in (5, 2, 1))
+
+    def run() -> tuple[torch.Tensor, ...]:
+        own = mw.shard_tensor(x, mesh, placements).requires_grad_()
+        made = torch.diff(
+            own * 2, 2, prepend=mw.shard_tensor(before, mesh, {}), append=mw.shard_tensor(after, mesh, {})
+        )
+        made.square().sum().backward()
+        assert own.grad is not None
+        return mw.unshard(made.detach()), mw.unshard(own.grad)
+
+    own = x.clone().requires_grad_()
+    want = torch.diff(own * 2, 2, prepend=before, append=after)
+    want.square().sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of an op without a rule
+        for got in mw.simulate(run, mesh):
+            torch.testing.assert_close(got, (want.detach(), own.grad))

@@ -382,9 +382,18 @@ def quantile(x: Arg, q: Any, dim: int | None = None, keepdim: bool = False, **kw
 
 @rule("diff")
 def diff(x: Arg, n: int = 1, dim: int = -1, prepend: Arg | None = None, append: Arg | None = None) -> Rule | None:
-    """Differences of neighbours."""
-    if prepend is not None or append is not None or not x.ndim:
+    """Differences of neighbours; beside what is joined to its ends, along a whole dim."""
+    ends = [t for t in (prepend, append) if t is not None]
+    if not x.ndim or any(t.ndim != x.ndim for t in ends):
         return None
+    if ends:
+        d, own = x.dim(dim), {x: "end0", **{t: f"end{i}" for i, t in enumerate(ends, 1)}}
+        lines = {t: [*x.letters[:d], letter, *x.letters[d + 1 :]] for t, letter in own.items()}
+        length = max(0, sum(t.shape[d] for t in own) - n)
+        out = [*x.letters[:d], "rest", *x.letters[d + 1 :]]
+        return notation(
+            lines, out, sizes={"rest": length}, whole=[*own.values(), "rest"], linear=[tuple(own)], padded=True
+        )
     d, (shape,) = x.dim(dim), meta_shapes(torch.diff, x, n, dim)
     way = crossing.windows(d, shape[d], n + 1, 1, lambda x: torch.diff(x, n, d))
     return crossing.along(x, {d: way}, why="a difference needs the rows behind a part", linear=[x])

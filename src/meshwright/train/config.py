@@ -500,7 +500,7 @@ class TrainConfig(StepConfig):
 
     def pass_manager(self) -> PassManager:
         """The passes of the captured step; micro-steps are one of them."""
-        merge = (f"{MERGE}:k_steps={self.accumulate}",) if self.accumulate > 1 and self.static else ()
+        merge = (f"{MERGE}:k_steps={self.accumulate},weighted=False",) if self.accumulate > 1 and self.static else ()
         return passes_of((*merge, *self.pipeline, *self.passes))
 
     @property

@@ -17,6 +17,7 @@ import torch.nn as nn
 from ... import compat
 from ...dispatch import disabled
 from ...errors import ShardError
+from ...local_tensor import bare
 from ...ranks import runtime
 from ...ranks.generators import random_states, set_random_states
 from ...tensor import DistTensor
@@ -160,7 +161,8 @@ def give_values(model: nn.Module, names: Names, origins: Mapping[str, ValueOrigi
     elif init is None:
         _reset(model, left)
         _refuse_lost(left, origins, before)
-    nothing = [n for n, t in left.items() if t._version == before[n] and t.numel()]
+    # Of a part without elements no write is counted.
+    nothing = [n for n, t in left.items() if t._version == before[n] and bare(t).numel()]
     if nothing:
         of = {n: type(names.places(n)[0][0]).__name__ for n in nothing}
         raise ShardError(
