@@ -688,7 +688,7 @@ def test_micro_batches_of_one_row(rows: tuple[int, ...]) -> None:
 
     if rows in ((5, 1), (1, 5)):
         with pytest.raises(
-            ProgramError, match=r"micro-batches of 1 and of more elements .* the gradient of bias .* step.flush\(\)"
+            ProgramError, match=r"micro-batches of 1 and of more elements .* the gradient of weight .* step.flush\(\)"
         ):
             mw.simulate(run, mesh)
     else:
