@@ -321,7 +321,7 @@ class TrainConfig(StepConfig):
     model: str | None = option(
         None, "--model", MODEL,
         "Train a causal language model of Transformers: a directory with config.json, and weights if it has any. Or "
-        "what a function returns: (model, loss_fn, dataset). Or example, which comes with the package.",
+        "what a function returns for the mesh: (model, loss_fn, dataset). Or example, which comes with the package.",
         unset="the byte-level GPT", metavar="DIR|MODULE:FUNCTION",
     )  # fmt: skip
     layouts: str | None = option(

@@ -272,6 +272,8 @@ def scatter_rows(x: torch.Tensor, wanted: torch.Tensor, sizes: Sequence[int], gr
 def cut_rows(batch: Any, n: int) -> list[Any]:
     """The micro-batches of a batch: its tensors, cut along their first dim."""
     if isinstance(batch, torch.Tensor):
+        if batch.ndim and len(batch) % n:
+            raise ValueError(f"a batch of {len(batch)} rows: this file computes {n} micro-batches of equal rows")
         return list(batch.tensor_split(n)) if batch.ndim else [batch] * n
     if isinstance(batch, dict):
         cut = {key: cut_rows(value, n) for key, value in batch.items()}
