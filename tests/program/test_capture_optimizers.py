@@ -277,7 +277,7 @@ def test_gradients_summed_one_by_one_cannot_be_merged() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh, given = mw.Mesh({"dp": 2}), {"model": model, "optimizer": optimizer, "batch": data(0)}
     try:
-        with pytest.raises(PassError, match=r"several gradients of bias over ranks.*sum once"):
+        with pytest.raises(PassError, match=r"several gradients of weight over ranks.*sum once"):
             mw.simulate(lambda: mw.capture_local(step, mesh, passes=[MERGED], **given), mesh)
     finally:
         dist.destroy_process_group()
