@@ -234,6 +234,11 @@ def bare(t: Tensor) -> Tensor:
         return local
 
 
+def span_of(t: Tensor) -> int:
+    """Elements of memory from the first to the last one of a tensor."""
+    return 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+
+
 __all__ = [
     "PLAIN",
     "Aliases",
@@ -256,6 +261,7 @@ __all__ = [
     "set_grad",
     "share_memory",
     "shared_memory",
+    "span_of",
     "storage_of",
     "version_of",
 ]

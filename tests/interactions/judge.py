@@ -81,7 +81,7 @@ def _compared(made: Case, got: list[Result], want: list[Result]) -> Verdict:
                 return Verdict("wrong", f"{name}: shape {tuple(a.shape)} on rank {rank}, one device {tuple(b.shape)}")
             off, allowed = _distance(a, b), tolerance * max(size, 1e-2)
             if size > DIVERGED and made["precision"] != "float64":
-                return Verdict("equal", f"{name}: {size:.2g} on one device")
+                continue
             if off > allowed and made["precision"] != "float64":
                 # Some steps amplify rounding: then one device is as far from its own step in float64.
                 exact = exact or device.run({**made, "precision": "float64"})

@@ -229,14 +229,11 @@ class Training:
             yield from steps
             return
         every = [batch for micro in steps for batch in micro]
+        given, size = every, None
         if self.made["loader"] == "dataset":
-            rows = [{k: v[i] for k, v in batch.items()} for batch in every for i in range(len(batch["x"]))]
-            loader = mw.shard_dataloader(rows, self.mesh, placed(self.made, every[0]), batch_size=len(every[0]["x"]))
-            loaded = iter(loader)
-            for micro in steps:
-                yield [next(loaded) for _ in micro]
-            return
-        loaded = iter(mw.shard_dataloader(every, self.mesh, placed(self.made, every[0])))
+            given = [{k: v[i] for k, v in batch.items()} for batch in every for i in range(len(batch["x"]))]
+            size = len(every[0]["x"])
+        loaded = iter(mw.shard_dataloader(given, self.mesh, placed(self.made, every[0]), batch_size=size))
         for micro in steps:
             yield [next(loaded) for _ in micro]
 
@@ -250,13 +247,9 @@ class Training:
     def move_and_halve(self) -> None:
         """Weights on a mesh of one axis, and half of them back in their places."""
         line = mw.Mesh({"line": self.mesh.size})
-        rows = {n: {"line": mw.Shard(0)} for n, p in self.model.named_parameters() if p.ndim}
-        away = mw.move(self.model, line, rows)
-        mw.move(
-            {n: away[n] * 0.5 for n, _ in self.model.named_parameters()},
-            self.mesh,
-            into=dict(self.model.named_parameters()),
-        )
+        own = dict(self.model.named_parameters())
+        away = mw.move(self.model, line, {n: {"line": mw.Shard(0)} for n, p in own.items() if p.ndim})
+        mw.move({n: away[n] * 0.5 for n in own}, self.mesh, into=own)
 
     def resumed(self) -> Training:
         """Saved, and another program that goes on from there."""

@@ -247,33 +247,37 @@ class TwoWeightsAdded(nn.Linear):
         return nn.functional.linear(x.tanh(), self.weight + self.delta, self.bias)
 
 
+def _weights(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    """After two steps; with options of a pipeline, or on one device."""
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    if not options:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss(model, x).backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+    step = mw.compile_step(
+        model, loss, optimizer, x, batch={"dp": mw.Shard(0)}, stages={"pp": "layers"},
+        passes=["pipeline:micro_batches=2"], **options,
+    )  # fmt: skip
+    for _ in range(2):
+        step(x)
+    return [mw.unshard(p).detach() for p in model.parameters()]
+
+
 def test_parameters_that_share_a_gradient() -> None:
-    def stepped(mesh: mw.Mesh | None) -> list[torch.Tensor]:
+    def stepped(**options: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(6, 6), TwoWeightsAdded())
         model, x = nn.Sequential(OrderedDict(layers=layers)).double(), torch.randn(4, 6, dtype=torch.float64)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-
-        def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            return model(x).square().mean()
-
-        if mesh is None:
-            for _ in range(2):
-                optimizer.zero_grad()
-                loss(model, x).backward()
-                optimizer.step()
-            return [p.detach() for p in model.parameters()]
-        step = mw.compile_step(
-            model, loss, optimizer, x, mesh=mesh, batch={"dp": mw.Shard(0)}, fsdp="dp", stages={"pp": "layers"},
-            passes=["pipeline:micro_batches=2"],
-        )  # fmt: skip
-        for _ in range(2):
-            step(x)
-        return [mw.unshard(p).detach() for p in model.parameters()]
+        return _weights(model, torch.optim.AdamW(model.parameters(), lr=0.1), x, **options)
 
     mesh = mw.Mesh({"pp": 2, "dp": 2})
-    for made in mw.simulate(lambda: stepped(mesh), mesh):
-        torch.testing.assert_close(made, stepped(None))
+    for made in mw.simulate(lambda: stepped(mesh=mesh, fsdp="dp"), mesh):
+        torch.testing.assert_close(made, stepped())
 
 
 class FirstWeightAdded(nn.Module):
@@ -294,28 +298,11 @@ class FirstWeightAdded(nn.Module):
 
 @pytest.mark.parametrize("options", [{}, {"fsdp": "dp"}], ids=str)
 def test_parameters_of_two_stages_that_share_a_gradient(options: dict[str, Any]) -> None:
-    def stepped(mesh: mw.Mesh | None) -> list[torch.Tensor]:
+    def stepped(**options: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model, x = FirstWeightAdded().double(), torch.randn(4, 4, dtype=torch.float64)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-
-        def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            return model(x).square().mean()
-
-        if mesh is None:
-            for _ in range(2):
-                optimizer.zero_grad()
-                loss(model, x).backward()
-                optimizer.step()
-            return [p.detach() for p in model.parameters()]
-        step = mw.compile_step(
-            model, loss, optimizer, x, mesh=mesh, batch={"dp": mw.Shard(0)}, stages={"pp": "layers"},
-            passes=["pipeline:micro_batches=2"], **options,
-        )  # fmt: skip
-        for _ in range(2):
-            step(x)
-        return [mw.unshard(p).detach() for p in model.parameters()]
+        return _weights(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), x, **options)
 
     mesh = mw.Mesh({"pp": 2, "dp": 2})
-    for made in mw.simulate(lambda: stepped(mesh), mesh):
-        torch.testing.assert_close(made, stepped(None))
+    for made in mw.simulate(lambda: stepped(mesh=mesh, **options), mesh):
+        torch.testing.assert_close(made, stepped())

@@ -14,7 +14,7 @@ from .. import collective
 from ..dispatch import disabled
 from ..errors import ShardError, takes
 from ..layout import Layout, Placements, Spec, spec_data, spec_from
-from ..local_tensor import bare, storage_of
+from ..local_tensor import bare, span_of, storage_of
 from ..mesh import Mesh, mesh_data, mesh_from
 from ..ranks import runtime
 from ..resharding import executor
@@ -291,8 +291,9 @@ def _check_memory(before: _Side | None, after: _Side | None) -> None:
     """Raises ShardError where memory is filled that moves, unless it is the same tensor, or that is filled twice."""
     if after is None:
         return
+    sources, firsts = (before.tensors, before.firsts) if before is not None else ({}, {})
     moving: dict[int, list[str]] = {}
-    for name, t in before.tensors.items() if before is not None else ():
+    for name, t in sources.items():
         moving.setdefault(storage_of(bare(t)), []).append(name)
     filled: dict[int, list[str]] = {}
     for name, t in after.tensors.items():
@@ -300,9 +301,8 @@ def _check_memory(before: _Side | None, after: _Side | None) -> None:
         if not local.nbytes:
             continue
         for other in moving.get(storage_of(local), ()):
-            assert before is not None
-            source = before.tensors[other]
-            if _overlap(bare(source), local) and not (before.firsts.get(name) == other and _same(source, t)):
+            source = sources[other]
+            if _overlap(bare(source), local) and not (firsts.get(name) == other and _same(source, t)):
                 raise ShardError(
                     f"move: {name} of the target lies in the memory of {other}, which moves: copy one of them"
                 )
@@ -314,11 +314,7 @@ def _check_memory(before: _Side | None, after: _Side | None) -> None:
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
     """Whether the stretches of memory from the first to the last element of each meet."""
-    ends = []
-    for t in (one, other):
-        last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) + 1
-        ends.append((t.data_ptr(), t.data_ptr() + (last * t.element_size() if t.numel() else 0)))
-    (a, b), (c, d) = ends
+    (a, b), (c, d) = ((t.data_ptr(), t.data_ptr() + span_of(t) * t.element_size()) for t in (one, other))
     return max(a, c) < min(b, d)
 
 

@@ -151,8 +151,9 @@ class PlanSearch:
                 try:
                     found = Layouts(space, solve(problem), named, shown=shown)
                 except PlanError as error:
-                    if not fixed or not self._contradicts(space, shown, fixed):
+                    if not fixed:
                         raise
+                    solve(space.problem_of(shown))  # raises where nothing is possible without them, either
                     raise PlanError(self._contradiction(space, shown, fixed)) from error
                 if not _useful(found) and (pinned := _batch_split(space)):
                     # what is too small to be worth sending is divided by rows all the same
@@ -160,25 +161,17 @@ class PlanSearch:
             self._solved[key] = found if self.mesh is not None or _useful(found) else None
         return self._solved[key]
 
-    def _contradicts(self, space: Space, shown: float, fixed: Fits) -> bool:
-        """Whether layouts that are fixed leave no assignment, where without them there is one."""
-        try:
-            solve(space.problem_of(shown, fixed))
-        except PlanError:
-            pass
-        else:
-            return False
-        solve(space.problem_of(shown))
-        return True
-
     def _contradiction(self, space: Space, shown: float, fixed: Fits) -> str:
-        alone = [n for n, fits in fixed.items() if self._contradicts(space, shown, {n: fits})]
+        """Which of the layouts that are fixed leaves no assignment, in words."""
         sizes = " × ".join(map(str, space.sizes))
-        if alone:
-            return (
-                f"plan: fix= of {alone[0]}: no op of the model computes with it so on a mesh of {sizes} ranks. Fix "
-                "another dim, or leave it out"
-            )
+        for name, fits in fixed.items():
+            try:
+                solve(space.problem_of(shown, {name: fits}))
+            except PlanError:
+                return (
+                    f"plan: fix= of {name}: no op of the model computes with it so on a mesh of {sizes} ranks. Fix "
+                    "another dim, or leave it out"
+                )
         return (
             f"plan: fix=: what is fixed ({', '.join(fixed)}) does not go together on a mesh of {sizes} ranks. Leave "
             "some of them to the planner"

@@ -23,6 +23,7 @@ import torch.fx as fx
 
 from ... import compat
 from ...collective import COLLECTIVES, STARTS, WAIT_OP
+from ...local_tensor import span_of
 from ..ir.host import host_storages
 from ..ir.inplace import storages, written
 from ..ir.nodes import call, draws, info_of
@@ -212,7 +213,7 @@ def _memory_like(t: Tensor) -> Tensor:
     """Memory for a copy, with the same strides."""
     if is_dense(t.shape, t.stride(), gaps=True):
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-    return t.new_empty(_span(t)).as_strided(t.shape, t.stride())
+    return t.new_empty(span_of(t)).as_strided(t.shape, t.stride())
 
 
 def _copy(into: Tensor, t: Tensor) -> None:
@@ -220,13 +221,8 @@ def _copy(into: Tensor, t: Tensor) -> None:
     if is_dense(t.shape, t.stride(), gaps=True):
         into.copy_(t)
     else:
-        flat = (_span(t),), (1,)
+        flat = (span_of(t),), (1,)
         into.as_strided(*flat).copy_(t.as_strided(*flat))
-
-
-def _span(t: Tensor) -> int:
-    """Elements of memory from the first to the last one of a tensor."""
-    return 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
 
 
 __all__ = ["CUDAGraphs", "CUDARecording", "GraphSegment", "graphs_of", "with_cuda_graphs"]
