@@ -384,6 +384,40 @@ def test_a_tied_source_fills_an_untied_target() -> None:
     assert mw.simulate(run, TRAIN) == [True] * 4
 
 
+ROWS, COLUMNS = {"tp": mw.Shard(0)}, {"tp": mw.Shard(1)}
+
+
+@pytest.mark.parametrize(
+    ("layouts", "wanted"),
+    [
+        ({"tokens.weight": ROWS, "head.weight": COLUMNS}, None),
+        ({"head.weight": ROWS, "tok*": {}}, None),
+        ({"head.weight": {"dp": mw.Shard(0)}, "*": {}, "tokens.weight": ROWS}, mw.Shard(0)),
+        ({"*": COLUMNS, "head.weight": ROWS}, mw.Shard(0)),
+        ({"head.weight": ROWS, "tokens.weight": [mw.Replicate(), mw.Shard(0)]}, mw.Shard(0)),
+        ({"tokens.weight": ROWS}, mw.Shard(0)),
+        ({"*.weight": ROWS, "tokens.*": COLUMNS, "head.weight": COLUMNS}, mw.Shard(1)),
+    ],
+)
+def test_names_of_a_tied_tensor_agree(layouts: Any, wanted: Any) -> None:
+    """A later glob overrides an earlier one of the same name; two names of one tensor do not have two layouts."""
+    value = torch.arange(16.0).view(4, 4)
+
+    def run() -> None:
+        tied = mw.shard_tensor(value, TRAIN, {})
+        given = {"tokens.weight": tied, "head.weight": tied, "up": mw.shard_tensor(value, TRAIN, {})}
+        if wanted is None:
+            with pytest.raises(ShardError, match=r"(head|tokens).weight are one tensor \(tied\).*Leave out one of"):
+                mw.move(given, TRAIN, layouts)
+            return
+        moved = mw.move(given, TRAIN, layouts)
+        assert moved["head.weight"] is moved["tokens.weight"]
+        assert moved["head.weight"].spec.layout.placements[1] == wanted
+        assert torch.equal(mw.unshard(moved["head.weight"]), value)
+
+    mw.simulate(run, TRAIN)
+
+
 def test_writes_are_counted_alike_on_all_ranks() -> None:
     """Also on one that has no rows, to which nothing comes."""
 

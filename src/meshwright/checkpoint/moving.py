@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 
@@ -50,7 +50,7 @@ def move(
         source: A module, or names to tensors. `None` on a process that has none of them.
         mesh: The mesh to move to.
         layouts: Globs of target names to placements, for new tensors. Without a match: replicated. The last match
-            counts.
+            counts; globs that name a tied tensor differently raise.
         into: Fill this module, or these tensors, which have layouts on `mesh`. `None` on a process outside `mesh`.
         names: Source names to target names, with at most one `*` on each side: `{"model.*": "*"}`. `None` as a target
             leaves a tensor out. The last match counts; other names stay.
@@ -238,16 +238,34 @@ def _new(
     firsts: Firsts, specs: Mapping[str, Spec], mesh: Mesh, layouts: Mapping[str, Placements]
 ) -> tuple[Firsts, dict[str, Spec]]:
     """How new tensors lie."""
-    chosen: dict[str, Placements] = {}
-    for glob, matched in matching(layouts, firsts, "tensor that moves").items():
-        for name in matched:
-            chosen[firsts[name]] = layouts[glob]
+    matched = matching(layouts, firsts, "tensor that moves")
     made = {}
     for name, spec in specs.items():
-        made[name] = Spec(spec.shape, spec.dtype, Layout(mesh, chosen.get(name, {}), ndim=len(spec.shape)))
+        globs = [g for g, names in matched.items() if any(firsts[n] == name for n in names)]
+        layout = Layout(mesh, layouts[globs[-1]] if globs else {}, ndim=len(spec.shape))
+        made[name] = Spec(spec.shape, spec.dtype, layout)
+        _check_tied(name, firsts, layout, matched, layouts)
         if made[name].layout.partial:
             raise ShardError(f"move: {name} cannot be Partial: give Shard, Replicate or At")
     return firsts, made
+
+
+def _check_tied(
+    first: str, firsts: Firsts, layout: Layout, matched: Mapping[str, Sequence[str]], layouts: Mapping[str, Placements]
+) -> None:
+    """Raises ShardError where names of one tensor have different layouts.
+
+    A later glob that matches the same name overrides an earlier one; globs of different names contradict each other.
+    """
+    last = {n: [g for g, names in matched.items() if n in names][-1:] for n, of in firsts.items() if of == first}
+    winner, *_ = sorted(last, key=lambda n: [*matched].index(last[n][0]) if last[n] else -1, reverse=True)
+    for name, globs in last.items():
+        for glob in globs:
+            if winner not in matched[glob] and Layout(layout.mesh, layouts[glob], ndim=layout.ndim) != layout:
+                raise ShardError(
+                    f"move: {name} and {winner} are one tensor (tied), and layouts= gives them {layouts[glob]!r} and "
+                    f"{layouts[last[winner][0]]!r}. Leave out one of {glob!r} and {last[winner][0]!r}."
+                )
 
 
 def _paired(
