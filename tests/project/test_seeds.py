@@ -41,6 +41,7 @@ def test_each_point_can_be_broken() -> None:
         assert one.new != one.old
     left = asked - {one.asked for one in seeds.breaks()}
     assert not left, f"no way to break them is known: {left}"
+    assert not seeds.stale(seeds.others())
     others = Counter(one.asked for one in seeds.others())
     assert not others.keys() - asked, "rows have other names"
     assert not {name for name in asked if others[name] < 3}, "three ways to break each"

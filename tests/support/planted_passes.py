@@ -13,9 +13,10 @@ from meshwright.collective import COLLECTIVES, STARTS, WAIT_OP
 from meshwright.passes import Pass, PassRecord, copied
 from meshwright.program import Program
 from meshwright.program.check.flow import updates
+from meshwright.program.ir.edit import new_storage
 from meshwright.program.ir.inplace import follow
 from meshwright.program.ir.nodes import annotate, call, checked_value, draws, info_of, is_mutating, is_sum
-from meshwright.program.ir.subgraphs import new_storage, read_instead
+from meshwright.program.ir.subgraphs import read_instead
 
 aten = torch.ops.aten
 Edit = Callable[[Program], None]

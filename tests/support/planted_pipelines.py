@@ -10,9 +10,10 @@ import torch.fx as fx
 
 from meshwright.collective import WAIT_OP
 from meshwright.program import Program
+from meshwright.program.ir.edit import new_storage
 from meshwright.program.ir.nodes import call, checked_value, info_of
 from meshwright.program.ir.program import WEIGHT
-from meshwright.program.ir.subgraphs import new_storage, read_instead
+from meshwright.program.ir.subgraphs import read_instead
 from meshwright.program.run.pipeline import _Run
 
 aten = torch.ops.aten

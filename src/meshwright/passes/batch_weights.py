@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +9,14 @@ import torch
 import torch.fx as fx
 
 from ..errors import PassError
+from ..program.ir.edit import Edit, Emit
 from ..program.ir.loss_weight import WEIGHT_OUTPUT, LossWeight, ScalarStep, applied
-from ..program.ir.nodes import NodeInfo, Value, annotate, call, checked_value, info_of
+from ..program.ir.nodes import NodeInfo, info_of
 from ..program.ir.program import WEIGHT, Program
 
 aten = torch.ops.aten
 
 UPDATE_WEIGHTS = NodeInfo("backward", source="weights of micro-batches")  # of what serves them
-MakeNumber = Callable[[torch.dtype], Value]  # in memory of its own
 
 
 def weight_of(program: Program) -> LossWeight | None:
@@ -54,79 +53,50 @@ def without_count(program: Program) -> tuple[Program, fx.Node | None]:
 
 
 class WeightNodes:
-    """Puts the weights of micro-batches into graphs.
+    """Puts the weights of micro-batches into graphs."""
 
-    Args:
-        number: makes what a node gives that is a number.
-    """
+    def __init__(self, weight: LossWeight) -> None:
+        self.weight = weight
 
-    def __init__(self, weight: LossWeight, number: MakeNumber) -> None:
-        self.weight, self.number = weight, number
-
-    def of_micro_batch(self, graph: fx.Graph, count: fx.Node | None) -> tuple[Any, Any]:
+    def of_micro_batch(self, edit: Edit, count: fx.Node | None) -> tuple[Any, Any]:
         """How much a micro-batch counts, and by what its loss is divided: numbers, or nodes in float64."""
         number: float = round(self.weight.number, 9)
         number = int(number) if number.is_integer() else number  # programs for many sizes know how integers vary
         if count is None:
             return number, number
-        info, value = info_of(count), checked_value(count)
-        one = _after(graph, count, aten.view.default, (count, []), info.beside(replace(value, shape=(), given=None)))
-        weight = end = self.cast(graph, one, torch.float64, info)
-        if self.weight.function:
-            end = self.cast(graph, self.function(graph, one, info), torch.float64, info)
-        if number == 1:
-            return weight, end
-        # A mean, times of how many it is.
-        made = [
-            _after(graph, end, aten.mul.Tensor, (n, number), info.beside(self.number(torch.float64)))
-            for n in dict.fromkeys((weight, end))
-        ]
-        return made[0], made[-1]
+        with edit.after(count, info_of(count).beside()) as emit:
+            one = emit(aten.view.default, count, [])
+            weight = end = emit(aten._to_copy.default, one, dtype=torch.float64)
+            if self.weight.function:
+                end = emit(aten._to_copy.default, self._function(emit, one), dtype=torch.float64)
+            if number != 1:  # a mean, times of how many it is
+                products = [emit(aten.mul.Tensor, n, number) for n in dict.fromkeys((weight, end))]
+                weight, end = products[0], products[-1]
+        return weight, end
 
-    def divisor(self, graph: fx.Graph, total: fx.Node) -> fx.Node:
-        """What the sums of an update are divided by, of the weights of its micro-batches."""
-        if self.weight.function:
-            end = self.cast(graph, total, self.weight.dtype, UPDATE_WEIGHTS)
-            total = self.cast(graph, self.function(graph, end, UPDATE_WEIGHTS), torch.float64, UPDATE_WEIGHTS)
-        if not self.weight.counted:
-            return total
-        # Of which nothing counts there is no gradient, as on one device.
-        info, at = UPDATE_WEIGHTS.beside(self.number(torch.bool)), UPDATE_WEIGHTS.beside(self.number(torch.float64))
-        zero = _after(graph, total, aten.eq.Scalar, (total, 0), info)
-        made = _after(graph, zero, aten.masked_fill.Scalar, (total, zero, 1), at)
-        annotate(made, role=UPDATE_WEIGHTS.role)
-        return made
+    def divisor(self, edit: Edit, total: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """What a loss is a mean over, of the weights of its micro-batches; and what gradients are divided by for it."""
+        with edit.after(total, UPDATE_WEIGHTS) as emit:
+            if self.weight.function:
+                end = emit(aten._to_copy.default, total, dtype=self.weight.dtype)
+                total = emit(aten._to_copy.default, self._function(emit, end), dtype=torch.float64)
+            if not self.weight.counted:
+                return total, total
+            # Of which nothing counts there is no gradient, as on one device.
+            return total, emit(aten.masked_fill.Scalar, total, emit(aten.eq.Scalar, total, 0), 1)
 
-    def function(self, graph: fx.Graph, count: fx.Node, info: NodeInfo) -> fx.Node:
+    def _function(self, emit: Emit, count: fx.Node) -> fx.Node:
         """What a count is made to before something is divided by it."""
-        at = count
 
-        def emit(step: ScalarStep, args: tuple[Any, ...]) -> fx.Node:
-            nonlocal at
-            operands = []
-            for i, a in enumerate(args):
-                if step.takes_tensor(i, a):
-                    made = info.beside(self.number(step.dtype))
-                    a = at = _after(graph, at, aten.full.default, ([], a), made, {"dtype": step.dtype})
-                operands.append(a)
-            at = _after(
-                graph, at, step.target, tuple(operands), info.beside(self.number(step.dtype)), dict(step.kwargs)
-            )
-            return at
+        def step_node(step: ScalarStep, args: tuple[Any, ...]) -> fx.Node:
+            operands = [
+                emit(aten.full.default, [], a, dtype=step.dtype) if step.takes_tensor(i, a) else a
+                for i, a in enumerate(args)
+            ]
+            return emit(step.target, *operands, **dict(step.kwargs))
 
-        made: fx.Node = applied(self.weight.function, count, emit)
+        made: fx.Node = applied(self.weight.function, count, step_node)
         return made
-
-    def cast(self, graph: fx.Graph, node: fx.Node, dtype: torch.dtype, info: NodeInfo) -> fx.Node:
-        """A number in another dtype."""
-        return _after(graph, node, aten._to_copy.default, (node,), info.beside(self.number(dtype)), {"dtype": dtype})
-
-
-def _after(
-    graph: fx.Graph, at: fx.Node, target: Any, args: tuple[Any, ...], info: NodeInfo, kwargs: Any = None
-) -> fx.Node:
-    with graph.inserting_after(at):
-        return call(graph, target, args, info, kwargs)
 
 
 __all__ = ["UPDATE_WEIGHTS", "WeightNodes", "name_of", "weight_of", "without_count"]

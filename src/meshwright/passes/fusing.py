@@ -14,7 +14,7 @@ import torch.fx as fx
 from .. import compat
 from ..collective import COLLECTIVES, STARTS, WAIT_OP
 from ..program.ir.inplace import storages
-from ..program.ir.nodes import VIEWS, annotate, call, checked_value, info_of, value_of
+from ..program.ir.nodes import VIEWS, annotate, checked_value, info_of, value_of
 from ..program.ir.packed import PACK
 from ..program.ir.program import Program
 from ..program.ir.subgraphs import Rewrite, read_instead
@@ -95,7 +95,7 @@ class Fusing(Rewrite):
         for r, offset in zip(members, offsets, strict=True):
             self._write(r, buffer, offset, place)
         first = members[0].node
-        started = self._behind(place, STARTS[first.target], (buffer, *first.args[1:]), checked_value(buffer), first)
+        started = self._behind(place, first, STARTS[first.target], buffer, *first.args[1:])
         annotate(started, cause=self._cause(members, started))
         if len(members) > 1:
             annotate(started, sync=", ".join(r.name for r in members))
@@ -103,24 +103,18 @@ class Fusing(Rewrite):
 
     # -- where ----------------------------------------------------------------------------------------
 
-    def _behind(self, place: int, target: Any, args: tuple[Any, ...], value: Any, like: fx.Node) -> fx.Node:
+    def _behind(self, place: int, like: fx.Node, target: Any, *args: Any) -> fx.Node:
         """A node behind a place, and behind what was put there before."""
         at = self.tail.get(place, self.gradients.order[place])
-        with self.graph.inserting_after(at):
-            made = call(self.graph, target, args, info_of(like).beside(value, info_of(like).sync))
-        self.tail[place] = made
-        return made
-
-    def _ahead(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any, value: Any) -> fx.Node:
-        with self.graph.inserting_before(node):
-            return call(self.graph, target, args, info_of(node).beside(value), kwargs)
+        with self.after(at, info_of(like).beside(sync=info_of(like).sync)) as emit:
+            self.tail[place] = emit(target, *args)
+        return self.tail[place]
 
     # -- buffers --------------------------------------------------------------------------------------
 
     def _buffer(self, members: Sequence[SentGradient], count: int) -> fx.Node:
         """Memory for all gradients of a bucket, made right before the first of them."""
         value = checked_value(members[0].gradient)
-        made = self.value((count,), value.dtype)
         origins = [_origin(r.gradient) for r in members]
         at = min(self.gradients.place[n] for n in origins)
         first = self.gradients.order[max(at, self.gradients.inputs)]
@@ -128,7 +122,8 @@ class Fusing(Rewrite):
         # What lies between gradients is encoded with them, where several elements are together.
         gaps = members[0].step > 1 and count != sum(_numel(r.gradient) for r in members)
         target = aten.zeros.default if gaps else aten.empty.memory_format
-        buffer = self._ahead(first, target, ([count],), options, made)
+        with self.before(first, info_of(first).beside()) as emit:
+            buffer = emit(target, [count], **options)
         if at < self.gradients.inputs:  # an input is copied behind this, and not right behind the inputs
             self.tail[self.gradients.inputs - 1] = buffer
         return buffer
@@ -141,7 +136,7 @@ class Fusing(Rewrite):
             shape = checked_value(r.gradient).shape
             part = self._part(buffer, shape, offset)
             # Behind the last write to the gradient; its own memory is free from there on.
-            copied = self._behind(r.ready, aten.copy_.default, (part, r.gradient), checked_value(part), r.node)
+            copied = self._behind(r.ready, r.node, aten.copy_.default, part, r.gradient)
             copied.prepend(part)
             return
         part = self._part(buffer, checked_value(origin).shape, offset)
@@ -158,10 +153,8 @@ class Fusing(Rewrite):
         self.in_place += 1
 
     def _part(self, buffer: fx.Node, shape: Sequence[int], offset: int) -> fx.Node:
-        args = (buffer, list(shape), _strides(shape), offset)
-        value = replace(checked_value(buffer), shape=tuple(shape))
-        with self.graph.inserting_after(buffer):
-            return call(self.graph, aten.as_strided.default, args, info_of(buffer).beside(value))
+        with self.after(buffer, info_of(buffer).beside()) as emit:
+            return emit(aten.as_strided.default, buffer, list(shape), _strides(shape), offset)
 
     def _out(self, r: SentGradient, origin: fx.Node, place: int) -> Any:
         """The overload of the producer that writes into given memory, where it may be used."""
@@ -185,11 +178,11 @@ class Fusing(Rewrite):
 
     def _wait(self, one: _Started, end: fx.Node | None) -> fx.Node:
         """Wait at the first use of one of the sums, and ahead of ``end``; each is a part of what was sent."""
-        started, whole = one.node, checked_value(one.node)
+        started, info = one.node, info_of(one.node).beside(sync=info_of(one.node).sync)
         ends = [*dict.fromkeys(u for r in one.members for u in r.node.users), *([] if end is None else [end])]
-        where = self.graph.inserting_before(min(ends)) if self.overlap and ends else self.graph.inserting_after(started)
-        with where:
-            waited = call(self.graph, WAIT_OP, (started,), info_of(started).beside(whole, info_of(started).sync))
+        early = self.overlap and ends
+        with self.before(min(ends), info) if early else self.after(started, info) as emit:
+            waited = emit(WAIT_OP, started)
         if one.offsets is None:
             (r,) = one.members
             waited.meta["info"] = replace(info_of(r.node), cause=None)
@@ -198,16 +191,15 @@ class Fusing(Rewrite):
         at = waited
         for r, offset in zip(one.members, one.offsets, strict=True):
             shape = checked_value(r.node).shape
-            info = replace(info_of(r.node), cause=None, value=replace(whole, shape=shape))
-            with self.graph.inserting_after(at):
-                at = call(self.graph, aten.as_strided.default, (waited, list(shape), _strides(shape), offset), info)
+            with self.after(at, replace(info_of(r.node), cause=None)) as emit:
+                at = emit(aten.as_strided.default, waited, list(shape), _strides(shape), offset)
             self.sums[r.node] = at
             self.waits[at] = waited
         return waited
 
     def _scatter(self, r: SentGradient, place: int) -> _Started:
         """A reduce-scatter of one gradient, started."""
-        started = self._behind(place, STARTS[r.node.target], r.node.args, checked_value(r.node), r.node)
+        started = self._behind(place, r.node, STARTS[r.node.target], *r.node.args)
         annotate(started, cause=info_of(r.node).cause)
         return _Started(started, [r], None)
 
@@ -221,10 +213,8 @@ class Fusing(Rewrite):
         packing = Packing([v.shape for v in values], dims, (n,), members[0].step)
         buffer = self._buffer(members, n * packing.row)
         for r, dim, offset in zip(members, dims, packing.offsets, strict=True):
-            args = (buffer, r.gradient, dim, n, offset)
-            self._behind(r.ready, PACK.default, args, checked_value(buffer), r.node)
-        row = self.value((packing.row,), checked_value(buffer).dtype)
-        started = self._behind(place, STARTS[first.target], (buffer, op, 0, packing.sizes, index, *rest), row, first)
+            self._behind(r.ready, r.node, PACK.default, buffer, r.gradient, dim, n, offset)
+        started = self._behind(place, first, STARTS[first.target], buffer, op, 0, packing.sizes, index, *rest)
         annotate(started, sync=", ".join(r.name for r in members), cause=self._cause(members, started))
         return _Started(started, members, packing.offsets)
 

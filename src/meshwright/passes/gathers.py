@@ -17,7 +17,7 @@ import torch.fx as fx
 from ..collective import ALL_GATHER, COLLECTIVES, STARTS, WAIT_OP, WIRE_ALL_GATHER, Fact
 from ..layout import Wire, block_of, chunk_sizes, wire_from
 from ..program.ir.inplace import storages, written
-from ..program.ir.nodes import Value, annotate, call, checked_value, info_of
+from ..program.ir.nodes import annotate, checked_value, info_of
 from ..program.ir.packed import ROW, UNPACK
 from ..program.ir.program import Program
 from ..program.ir.subgraphs import Rewrite
@@ -160,34 +160,31 @@ class Gathers(Rewrite):
         packing = Packing([v.shape for v in values], dims, (n,), block_of(_wire(first)))
         with where:
             started = self._start(members, packing)
-        with self.graph.inserting_before(first):
-            waited = self._node(first, WAIT_OP, (started,), checked_value(started))
+        with self.before(first, info_of(first).beside()) as emit:
+            waited = emit(WAIT_OP, started)
         self.places[first] = waited  # others start ahead of this wait
         if len(members) == 1:
             self._instead(first, waited)
             return started
         for node, value, dim, offset in zip(members, values, dims, packing.offsets, strict=True):
-            with self.graph.inserting_before(node):
-                args = (waited, list(value.shape), dim, n, offset)
-                whole = self._node(node, UNPACK.default, args, self.value(value.shape, value.dtype))
+            with self.before(node, info_of(node).beside()) as emit:
+                whole = emit(UNPACK.default, waited, list(value.shape), dim, n, offset)
             self._instead(node, whole)
         return started
 
     def _start(self, members: list[fx.Node], packing: Packing) -> fx.Node:
-        first, value = members[0], checked_value(members[0])
+        first = members[0]
+        info = info_of(first).beside()
         if len(members) == 1:
-            made = self._node(first, STARTS[first.target], first.args, self.value(value.shape, value.dtype))
+            made = self.emit(info, STARTS[first.target], *first.args)
             annotate(made, cause=info_of(first).cause)
             self._bring(first.all_input_nodes, made)
             return made
         chunks = [n.all_input_nodes[0] for n in members]
-        args = (chunks, packing.offsets, packing.row)
-        row = self._node(first, ROW.default, args, self.value((packing.row,), value.dtype))
+        row = self.emit(info, ROW.default, chunks, packing.offsets, packing.row)
         self._bring(chunks, row)
-        given = (row, 0, packing.sizes, *first.args[3:])
-        with self.graph.inserting_after(row):
-            whole = self.value((packing.n * packing.row,), value.dtype)
-            made = self._node(first, STARTS[first.target], given, whole)
+        with self.after(row, info) as emit:
+            made = emit(STARTS[first.target], row, 0, packing.sizes, *first.args[3:])
         names = [info_of(n).gather for n in members]
         op, why = f"{names[0]} ... {names[-1]}", f"{len(names)} parameters are gathered together"
         annotate(made, cause=self.sent_together(members, made, op, ("split", "whole"), why))
@@ -198,9 +195,6 @@ class Gathers(Rewrite):
         for node in chunks:
             for passed in reversed(_way(node)):
                 user.prepend(passed)
-
-    def _node(self, like: fx.Node, target: Any, args: tuple[Any, ...], value: Value) -> fx.Node:
-        return call(self.graph, target, args, info_of(like).beside(value))
 
     def _instead(self, node: fx.Node, made: fx.Node) -> None:
         annotate(made, spec=info_of(node).spec)

@@ -19,15 +19,14 @@ import torch.fx as fx
 from ..collective import COLLECTIVES, STARTS
 from ..errors import PassError
 from ..layout import At, Layout, Partial, Replicate, Spec
+from ..program.ir.edit import Edit
 from ..program.ir.inplace import follow, returned, storages, written
 from ..program.ir.linear import is_linear
 from ..program.ir.loss_weight import LossWeight, Weighing
 from ..program.ir.nodes import (
     UPDATE,
-    Value,
     ancestors,
     annotate,
-    call,
     checked_value,
     draws,
     info_of,
@@ -35,7 +34,7 @@ from ..program.ir.nodes import (
     reduces,
 )
 from ..program.ir.program import STEP, WHOLE, Input, Program
-from ..program.ir.subgraphs import copied, needed, new_storage, part_of, read_instead
+from ..program.ir.subgraphs import copied, needed, part_of, read_instead
 from .batch_weights import UPDATE_WEIGHTS, WeightNodes, name_of, weight_of, without_count
 from .pass_manager import Pass, PassRecord, register
 
@@ -149,13 +148,33 @@ class Sum:
     given: Input
 
 
+@dataclass(frozen=True)
+class SumsUpdate:
+    """What an update does with sums, for a pass that changes it.
+
+    Attributes:
+        emptied: sets them to zero, at the end.
+        divided: divides them by the weights of micro-steps; None where all are alike.
+        total: what the loss is a mean over.
+    """
+
+    emptied: fx.Node
+    divided: fx.Node | None = None
+    total: fx.Node | float = 1.0
+
+
 class Merge:
     """One application of the pass, on a graph that it may change.
 
     Args:
         seeded: the backward starts from a micro-batch's weight, where values say it; sums are then of gradients alone.
         contributions: of gradients that are not summed as one, what is: what each stage contributes.
+
+    Attributes:
+        update: what ``flush`` does with the sums, once the pass has run.
     """
+
+    update: SumsUpdate
 
     def __init__(
         self,
@@ -176,11 +195,10 @@ class Merge:
         self.contributions = contributions
         self.stage_of = {n: s for of in contributions.values() for s, n in of.items()}
         self.counted: tuple[Any, Any] = (1, 1)  # of a micro-step: how much it counts, and what its loss is divided by
-        self.storage = new_storage(program.graph)
+        self.edit = Edit(program.graph, program.mesh.device)
         self.weight: LossWeight | None = None  # micro-steps are all alike
         self.weight_nodes: WeightNodes | None = None
         given = dict(zip(program.placeholders, program.inputs, strict=True))
-        self.last = program.placeholders[-1]  # of the inputs
         self.kept = {s for n, i in given.items() if i.kind == "buffer" for s in storages(n)}
         self.updated = {s for n, i in given.items() if i.kind in ("param", "state", "scale") for s in storages(n)}
 
@@ -195,7 +213,7 @@ class Merge:
             raise PassError("the program has no gradients to merge; it must be that of a training step")
         weight = weight_of(self.plain) if self.how.avg and self.how.weighted else None
         if weight is not None and weight.weighs:
-            self.weight, self.weight_nodes = weight, WeightNodes(weight, self._number)
+            self.weight, self.weight_nodes = weight, WeightNodes(weight)
         self._one_sum_each(cuts)
         losses = [o for o in self.program.outputs if o.kind in ("loss", "aux")]
         values = dict(zip(self.program.outputs, self.program.results, strict=True))
@@ -209,7 +227,7 @@ class Merge:
         self.sums = sums = [self._sum(n) for n in cuts]
         self.places = {s.place: s.given for s in sums}
         if self.weight is not None:
-            self.weights = self._place("sum_weights", self._number())
+            self.weights = self.edit.input("sum_weights")
             spec = Spec(torch.Size(()), torch.float64, Layout(self.program.mesh))
             self.places[self.weights] = Input(name_of(self.weight), "accumulator", spec)
         self._list_inputs()
@@ -278,16 +296,12 @@ class Merge:
 
     # -- sums -----------------------------------------------------------------------------------------
 
-    def _value_like(self, node: fx.Node, dtype: torch.dtype | None = None) -> Value:
-        self.storage += 1
-        return checked_value(node).fresh(self.storage, dtype)
-
     def _sum(self, node: fx.Node) -> Sum:
         """An input for the sum of a gradient."""
         (param, *_), dtype, stage = _names(node), checked_value(node).dtype, self.stage_of.get(node)
         spec = self._lies(node) if self.seeded else next((s for _, s in info_of(node).grad_of), None)
         dtype = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-        place = self._place(f"sum_{param.replace('.', '_')}", self._value_like(node, dtype))
+        place = self.edit.input(f"sum_{param.replace('.', '_')}", checked_value(node), dtype)
         name, spec = param if stage is None else f"{param} at stage {stage}", spec and spec.with_(dtype=dtype)
         return Sum(node, place, Input(name, "accumulator", spec, param))
 
@@ -310,31 +324,23 @@ class Merge:
         made = spec.with_(layout=layout)
         return made if made.local_shape(mesh.coordinate(self.program.rank)) == checked_value(node).shape else None
 
-    def _place(self, name: str, value: Value) -> fx.Node:
-        with self.graph.inserting_after(self.last):
-            self.last = self.graph.placeholder(name)
-        annotate(self.last, role="input", value=value)
-        return self.last
-
     def _list_inputs(self) -> None:
         older = [n for n in self.program.placeholders if n not in self.places]
         known = {**dict(zip(older, self.program.inputs, strict=True)), **self.places}
         self.program = replace(self.program, inputs=tuple(known[n] for n in self.program.placeholders))
 
-    def _added(self, graph: fx.Graph, gradient: fx.Node, place: fx.Node, end: fx.Node | None) -> fx.Node:
+    def _added(self, edit: Edit, gradient: fx.Node, place: fx.Node, end: fx.Node | None) -> fx.Node:
         """Add a gradient to its sum as soon as it exists: its memory is free from there on.
 
         A part of one that was scattered is small, and under way until the backward ends.
         """
         kind = COLLECTIVES.get(gradient.target)
         under_way = kind is not None and kind.scatters
-        info = info_of(gradient).beside(checked_value(place))
-        with graph.inserting_after(end if under_way and end is not None else gradient):
+        with edit.after(end if under_way and end is not None else gradient, info_of(gradient).beside()) as emit:
             if isinstance(self.alpha, fx.Node):
-                made = call(graph, aten.addcmul_.default, (place, gradient, self.alpha), info)
+                made = emit(aten.addcmul_.default, place, gradient, self.alpha)
             else:
-                kwargs = {"alpha": self.alpha} if self.alpha != 1.0 else None
-                made = call(graph, aten.add_.Tensor, (place, gradient), info, kwargs)
+                made = emit(aten.add_.Tensor, place, gradient, **({"alpha": self.alpha} if self.alpha != 1.0 else {}))
         annotate(made, grad_of=info_of(gradient).grad_of)
         return made
 
@@ -343,18 +349,18 @@ class Merge:
     def _accumulate(self, program: Program, sums: list[Sum]) -> None:
         named = {n.name: n for n in program.graph.nodes}
         end = None if self.end is None else named[self.end.name]
+        edit = Edit(program.graph, program.mesh.device)
         if self.weight is not None:
-            counted, self.alpha = self.counted = self._weights(program.graph, named)
+            counted, self.alpha = self.counted = self._weights(edit, named)
             at = counted if isinstance(counted, fx.Node) else program.placeholders[-1]
             if isinstance(self.alpha, fx.Node):
                 at = max(at, self.alpha)
-            held = named[self.weights.name]
-            with program.graph.inserting_after(at):
-                call(program.graph, aten.add_.Tensor, (held, counted), UPDATE_WEIGHTS.beside(checked_value(held)))
+            with edit.after(at, UPDATE_WEIGHTS) as emit:
+                emit(aten.add_.Tensor, named[self.weights.name], counted)
             if self.seeded and isinstance(self.alpha, fx.Node):
-                self.alpha = self._seed_with_weight(program, self.alpha)
+                self.alpha = self._seed_with_weight(program, edit, self.alpha)
         for s in sums:
-            self._added(program.graph, named[s.node.name], named[s.place.name], end)
+            self._added(edit, named[s.node.name], named[s.place.name], end)
 
     def _total(self, sums: list[Sum], earlier: set[fx.Node]) -> None:
         """In the last micro-step, what comes after the backward reads the sums; they end empty.
@@ -373,7 +379,7 @@ class Merge:
         for s in sums:
             # What reads the gradient may stand before the end of the backward: a cast to the parameter's dtype.
             early = self.end is not None and any(later(u) and u < self.end for u in s.node.users)
-            total = added = self._added(self.graph, s.node, s.place, None if early else self.end)
+            total = added = self._added(self.edit, s.node, s.place, None if early else self.end)
             earlier.add(added)
             dtype = checked_value(s.node).dtype
             if dtype is not checked_value(added).dtype:
@@ -384,8 +390,8 @@ class Merge:
         follow(self.graph)  # views of gradients, which the step may write through, are views of sums
         (output,) = self.graph.find_nodes(op="output")
         self._apart(output, {x for s in sums for x in storages(s.place)})
-        with self.graph.inserting_before(output):
-            call(self.graph, aten._foreach_zero_.default, ([*self.places],), UPDATE)
+        with self.edit.before(output, UPDATE) as emit:
+            self.emptied = emit(aten._foreach_zero_.default, [*self.places])
 
     # -- weights --------------------------------------------------------------------------------------
 
@@ -397,70 +403,54 @@ class Merge:
             return f"the mean over micro-steps, each by what its loss is a mean over ({self.weight.number:g} here)"
         return f"the mean over micro-steps, each by what its loss is divided by ({self.weight.line})"
 
-    def _number(self, dtype: torch.dtype = torch.float64) -> Value:
-        self.storage += 1
-        return Value.alone((), dtype, self.storage)
-
-    def _weights(self, graph: fx.Graph, named: Mapping[str, fx.Node]) -> tuple[Any, Any]:
+    def _weights(self, edit: Edit, named: Mapping[str, fx.Node]) -> tuple[Any, Any]:
         """How much a micro-step counts, and by what its gradients are multiplied before they are added up."""
         assert self.weight_nodes is not None
-        return self.weight_nodes.of_micro_batch(graph, None if self.count is None else named[self.count.name])
+        return self.weight_nodes.of_micro_batch(edit, None if self.count is None else named[self.count.name])
 
-    def _seed_with_weight(self, program: Program, by: fx.Node) -> float:
+    def _seed_with_weight(self, program: Program, edit: Edit, by: fx.Node) -> float:
         """Start the backward from a micro-batch's weight, in a unit in which it is about 1: that unit."""
         batch = (i.spec.shape.numel() for i in program.inputs if i.kind == "batch" and i.spec is not None)
         unit = float(2 ** int(math.log2(max(batch, default=1) or 1)))
         (seed,) = (n for n in program.graph.nodes if info_of(n).seed)
-        users, dtype = list(seed.users), checked_value(seed).dtype
-        with program.graph.inserting_after(max(seed, by)):
-            one = call(program.graph, aten.mul.Tensor, (by, 1 / unit), UPDATE_WEIGHTS.beside(self._number()))
-        with program.graph.inserting_after(one):
-            info = UPDATE_WEIGHTS.beside(self._number(dtype))
-            cast = call(program.graph, aten._to_copy.default, (one,), info, {"dtype": dtype})
-        with program.graph.inserting_after(cast):
-            self.storage += 1
-            info = UPDATE_WEIGHTS.beside(checked_value(seed).fresh(self.storage))
-            made = call(program.graph, aten.mul.Tensor, (seed, cast), info)
+        users = list(seed.users)
+        with edit.after(max(seed, by), UPDATE_WEIGHTS) as emit:
+            one = emit(aten._to_copy.default, emit(aten.mul.Tensor, by, 1 / unit), dtype=checked_value(seed).dtype)
+            made = emit(aten.mul.Tensor, seed, one)
         read_instead(users, {seed: made})
         return unit
 
     def _scale_by_weight(self, earlier: set[fx.Node]) -> None:
         """In the last micro-step, whose backward is to come: sums become its share of the mean, and so does alpha."""
-        assert self.weight is not None
         before = set(self.graph.nodes)
-        counted, by = self._weights(self.graph, {n.name: n for n in self.graph.nodes})
-        at = max(counted, by) if isinstance(by, fx.Node) else self.last
-        with self.graph.inserting_after(at):
-            end = call(self.graph, aten.add.Tensor, (self.weights, counted), UPDATE_WEIGHTS.beside(self._number()))
-        self.scaled = self._divided(self.graph, [s.place for s in self.sums], end)
-        with self.graph.inserting_after(self.scaled):
-            args = (self.scaled.args[1],)
-            end = call(self.graph, aten.reciprocal.default, args, UPDATE_WEIGHTS.beside(self._number()))
-        with self.graph.inserting_after(end):
-            self.alpha = call(self.graph, aten.mul.Tensor, (end, by), UPDATE_WEIGHTS.beside(self._number()))
+        counted, by = self._weights(self.edit, {n.name: n for n in self.graph.nodes})
+        at = max(counted, by) if isinstance(by, fx.Node) else self.program.placeholders[-1]
+        with self.edit.after(at, UPDATE_WEIGHTS) as emit:
+            end = emit(aten.add.Tensor, self.weights, counted)
+        self.scaled, _ = self._divided(self.edit, [s.place for s in self.sums], end)
+        with self.edit.after(self.scaled, UPDATE_WEIGHTS) as emit:
+            self.alpha = emit(aten.mul.Tensor, emit(aten.reciprocal.default, self.scaled.args[1]), by)
         earlier |= set(self.graph.nodes) - before
 
-    def _divided(self, graph: fx.Graph, places: list[fx.Node], total: fx.Node) -> fx.Node:
-        """Divide sums by the weights of the micro-steps in them."""
+    def _divided(self, edit: Edit, places: list[fx.Node], total: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Divide sums by the weights of the micro-steps in them; that, and what the loss is a mean over."""
         assert self.weight_nodes is not None
-        total = self.weight_nodes.divisor(graph, total)
-        with graph.inserting_after(total):
-            return call(graph, aten._foreach_div_.Tensor, (places, total), UPDATE_WEIGHTS)
+        mean_over, by = self.weight_nodes.divisor(edit, total)
+        with edit.after(by, UPDATE_WEIGHTS) as emit:
+            return emit(aten._foreach_div_.Tensor, places, by), mean_over
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        info = replace(info_of(node), value=self._value_like(node, dtype))
+        info = info_of(node)
         annotate(node, grad_of=())
-        with self.graph.inserting_after(node):
-            return call(self.graph, aten._to_copy.default, (node,), info, {"dtype": dtype})
+        with self.edit.after(node, info) as emit:
+            return emit(aten._to_copy.default, node, dtype=dtype)
 
     def _apart(self, output: fx.Node, sums: set[int]) -> None:
         """Gradients that leave the program and are a sum itself leave as copies."""
         for node in output.all_input_nodes:
             if not sums.isdisjoint(storages(node)):
-                info = replace(info_of(node), value=self._value_like(node))
-                with self.graph.inserting_before(output):
-                    made = call(self.graph, aten.clone.default, (node,), info)
-                output.replace_input_with(node, made)
+                with self.edit.before(output, info_of(node)) as emit:
+                    output.replace_input_with(node, emit(aten.clone.default, node))
 
     def _flush(self, sums: list[Sum]) -> Program:
         """The update alone: where the last micro-step adds to a sum, the sum as it is."""
@@ -488,21 +478,21 @@ class Merge:
                     f"the update reads {given.name}, which only a micro-step has: it may read gradients only"
                 )
         made = part_of(self.program, nodes, grads, instead)
+        named = {n.name: n for n in made.graph.nodes}
+        self.update = SumsUpdate(named[self.emptied.name])
         if self.weight is not None:
-            named = {n.name: n for n in made.placeholders}
-            self._divided(made.graph, [named[s.place.name] for s in sums], named[self.weights.name])
+            edit, places = Edit(made.graph, made.mesh.device), [named[s.place.name] for s in sums]
+            self.update = SumsUpdate(self.update.emptied, *self._divided(edit, places, named[self.weights.name]))
             return made
         return self._with_flush_scale(made) if self.avg else made
 
     def _with_flush_scale(self, program: Program) -> Program:
         """Sums of fewer than k micro-steps become their mean."""
-        graph, inputs = program.graph, program.placeholders
-        places = [n for n, i in zip(inputs, program.inputs, strict=True) if i.kind == "accumulator"]
-        with graph.inserting_after(inputs[-1]):
-            factor = graph.placeholder("flush_scale")
-        annotate(factor, role="input", value=self._number())
-        with graph.inserting_after(factor):
-            call(graph, aten._foreach_mul_.Tensor, (places, factor), UPDATE)
+        pairs, edit = zip(program.placeholders, program.inputs, strict=True), Edit(program.graph, program.mesh.device)
+        places = [n for n, i in pairs if i.kind == "accumulator"]
+        factor = edit.input("flush_scale")
+        with edit.after(factor, UPDATE) as emit:
+            emit(aten._foreach_mul_.Tensor, places, factor)
         return replace(program, inputs=(*program.inputs, Input("flush_scale", "hyper")))
 
 
@@ -557,4 +547,4 @@ def before_reduction(node: fx.Node, whole_sums: bool) -> fx.Node:
     return found
 
 
-__all__ = ["Contributions", "GradientMerge", "Merge", "before_reduction"]
+__all__ = ["Contributions", "GradientMerge", "Merge", "SumsUpdate", "before_reduction"]

@@ -6,7 +6,7 @@ A micro-step's program is made as gradient merge makes it, then cut where values
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -17,13 +17,14 @@ from ..collective import OPERATORS, mesh_text
 from ..errors import PassError, ProgramError
 from ..layout import Partial, Replicate
 from ..program.ir.cut import cut
+from ..program.ir.edit import Edit
 from ..program.ir.loss_weight import Weighing
-from ..program.ir.nodes import NodeInfo, Value, annotate, call, checked_value, draws, info_of, is_mutating
+from ..program.ir.nodes import NodeInfo, annotate, checked_value, draws, info_of, is_mutating
 from ..program.ir.program import PIPELINE, STEP, Input, Output, Program, Staging
 from ..program.ir.schedules import LOOPED, PARTS, Schedule, V, schedule
-from ..program.ir.subgraphs import copied, new_storage
+from ..program.ir.subgraphs import copied
 from .batch_weights import UPDATE_WEIGHTS, weight_of
-from .gradient_merge import GradientMerge, Merge
+from .gradient_merge import GradientMerge, Merge, SumsUpdate
 from .pass_manager import Pass, PassRecord, register
 from .stage_sums import (
     accumulate_by_stage,
@@ -163,14 +164,14 @@ class Pipeline(Pass):
         step, flush = made.parts["accumulate"], made.parts["flush"]
         step, flush = _with_loss(step, flush, merge, order.stages - 1)
         adds = {s.given.name: merge.stage_of[s.node] for s in merge.sums if s.node in merge.stage_of}
-        sums = divide_after_reduction(flush, stages, adds, self._unit(program))
+        sums = divide_after_reduction(flush, merge.update, stages, adds, self._unit(program))
         if self.schedule == UNCUT:
             return self._uncut(made, step, flush, order, axis)
         here = program.mesh.coordinate(program.rank)[axis]
         mine = [s for s, home in enumerate(order.homes) if home == here]
         found = cut(step, program.stages, mine, order.split, gathers=not often)
         kept = bytes_of(sums, program, order.homes)
-        flush, ends, back = split_reductions(flush, sums, mine)
+        flush, ends, back = split_reductions(flush, merge.update, sums, mine)
         flush = _over_stages(flush, program.stages, stages)
         drawn = any(map(draws, step.graph.nodes))
         pipeline = Staging(axis, order, (*found.messages, *back), self.gather, found.gathered, found.left, kept, drawn)
@@ -222,7 +223,7 @@ def _record(made: Program, order: Schedule, here: int) -> PassRecord:
 def _with_loss(step: Program, flush: Program, merge: Merge, last: int) -> tuple[Program, Program]:
     """The loss of the whole batch: summed over micro-batches by their weights, returned by the update."""
     ((out, loss),) = zip(step.outputs, step.results, strict=True)
-    graph, storage = step.graph, new_storage(step.graph)
+    graph, edit = step.graph, Edit(step.graph, step.mesh.device)
     assert out.spec is not None
     # Of programs for other sizes the loss may be whole on an axis or not: one rank counts, in all of them.
     mesh, layout, counts = step.mesh, out.spec.layout, 1
@@ -231,60 +232,37 @@ def _with_loss(step: Program, flush: Program, merge: Merge, last: int) -> tuple[
             layout, counts = layout.replace(axis, Partial()), counts * (here == 0)
     out = replace(out, spec=out.spec.with_(layout=layout))
     assert out.spec is not None
-    spec = out.spec.with_(dtype=torch.float64)
-    held = Input(LOSS, "accumulator", spec)
-    step, place = _with_number_input(step, held, "sum_loss", storage)
+    held = Input(LOSS, "accumulator", out.spec.with_(dtype=torch.float64))
+    place = edit.input("sum_loss")
     (output,) = graph.find_nodes(op="output")
     of = NodeInfo("forward", source=info_of(loss).source, stage=last)
     by = merge.counted[1]
-    with graph.inserting_before(output):
-        value = checked_value(place)
-
-        def emit(target: Any, args: tuple[Any, ...], made: torch.dtype = torch.float64, **kwargs: Any) -> fx.Node:
-            nonlocal storage
-            storage += 1
-            return call(graph, target, args, of.beside(value.fresh(storage, made)), kwargs or None)
-
-        one = emit(aten._to_copy.default, (loss,), dtype=torch.float64)
-        one = emit(aten.mul.Tensor, (one, by))
+    with edit.before(output, of.beside()) as emit:
+        one = emit(aten._to_copy.default, loss, dtype=torch.float64)
+        one = emit(aten.mul.Tensor, one, by)
         if isinstance(by, fx.Node):  # a mean over nothing is no number
-            zero = emit(aten.eq.Scalar, (by, 0), torch.bool)
-            one = emit(aten.masked_fill.Scalar, (one, zero, 0))
+            one = emit(aten.masked_fill.Scalar, one, emit(aten.eq.Scalar, by, 0), 0)
         if not counts:
-            one = emit(aten.mul.Tensor, (one, 0))
-        call(graph, aten.add_.Tensor, (place, one), of.beside(value))
+            one = emit(aten.mul.Tensor, one, 0)
+        emit(aten.add_.Tensor, place, one)
     for node in graph.nodes:
         if info_of(node).source in (UPDATE_WEIGHTS.source, of.source) and is_mutating(node):
             annotate(node, stage=last)
     output.args = ((),)
-    return replace(step, outputs=()), _returns(flush, held, out)
+    return replace(step, inputs=(*step.inputs, held), outputs=()), _returns(flush, merge.update, held, out)
 
 
-def _returns(flush: Program, held: Input, out: Output) -> Program:
-    graph, storage = flush.graph, new_storage(flush.graph)
-    flush, place = _with_number_input(flush, held, "sum_loss", storage)
-    total: Any = next((n.args[1] for n in graph.nodes if n.target is aten._foreach_div_.Tensor), 1)
-    if isinstance(total, fx.Node) and total.target is aten.masked_fill.Scalar:  # a mean over nothing is no number
-        total = total.args[0]
-    (zero,) = (n for n in graph.nodes if n.target is aten._foreach_zero_.default)
-    zero.args = ([*zero.args[0], place],)
+def _returns(flush: Program, update: SumsUpdate, held: Input, out: Output) -> Program:
+    graph, edit, zero = flush.graph, Edit(flush.graph, flush.mesh.device), update.emptied
+    place = edit.input("sum_loss")
+    zero.args = ([*zero.args[0], place],)  # type: ignore[misc]
     dtype = torch.float64 if out.spec is None else out.spec.dtype
-    with graph.inserting_before(zero):
-        value, of = checked_value(place), NodeInfo("backward", source="loss")
-        made = call(graph, aten.div.Tensor, (place, total), of.beside(value.fresh(storage + 1)))
-        made = call(graph, aten._to_copy.default, (made,), of.beside(value.fresh(storage + 2, dtype)), {"dtype": dtype})
+    with edit.before(zero, NodeInfo("backward", source="loss")) as emit:
+        made = emit(aten._to_copy.default, emit(aten.div.Tensor, place, update.total), dtype=dtype)
     annotate(made, spec=out.spec)
     (output,) = graph.find_nodes(op="output")
     output.args = ((made, *output.args[0]),)
-    return replace(flush, outputs=(out, *flush.outputs))
-
-
-def _with_number_input(program: Program, held: Input, name: str, storage: int) -> tuple[Program, fx.Node]:
-    """The program with one more input, a number."""
-    with program.graph.inserting_after(program.placeholders[-1]):
-        place = program.graph.placeholder(name)
-    annotate(place, role="input", value=Value.alone((), torch.float64, storage))
-    return replace(program, inputs=(*program.inputs, held)), place
+    return replace(flush, inputs=(*flush.inputs, held), outputs=(out, *flush.outputs))
 
 
 # ---------------------------------------------------------------------------------------------- over stages
@@ -297,40 +275,19 @@ def _over_stages(flush: Program, axis: str, stages: Collection[str]) -> Program:
     Args:
         stages: names of parameters that are not.
     """
-    graph = flush.graph
     pairs = zip(flush.placeholders, flush.inputs, strict=True)
     places = [n for n, i in pairs if i.kind == "accumulator" and i.owner not in stages]
     if not places:
         return flush
-    storage, at = new_storage(graph), flush.placeholders[-1]
-
-    def emit(target: Any, args: tuple[Any, ...], value: Value, **kwargs: Any) -> fx.Node:
-        nonlocal at
-        with graph.inserting_after(at):
-            at = call(graph, target, args, _ENDS.beside(value), kwargs or None)
-        return at
-
-    def fresh(shape: Sequence[int]) -> Value:
-        nonlocal storage
-        storage += 1
-        return Value.alone(shape, torch.float64, storage)
-
-    wide: list[fx.Node] = []
-    for n in places:
-        given = checked_value(n)
-        flat = emit(aten.view.default, (n, [-1]), replace(given, shape=(math.prod(given.shape),)))
-        wide.append(emit(aten._to_copy.default, (flat,), fresh(checked_value(flat).shape), dtype=torch.float64))
-    sizes = [checked_value(n).shape[0] for n in wide]
-    joined = emit(aten.cat.default, (wide,), fresh((sum(sizes),)))
-    args = (joined, "sum", axis, mesh_text(flush.mesh))
-    summed = emit(OPERATORS["all_reduce"].default, args, fresh((sum(sizes),)))
-    start = 0
-    for n, size in zip(places, sizes, strict=True):
-        shape, given = checked_value(n).shape, checked_value(summed)
-        part = emit(aten.slice.Tensor, (summed, 0, start, start + size), replace(given, shape=(size,)))
-        part = emit(aten.view.default, (part, list(shape)), replace(given, shape=shape))
-        emit(aten.copy_.default, (n, part), checked_value(n))
-        start += size
+    sizes = [math.prod(checked_value(n).shape) for n in places]
+    with Edit(flush.graph, flush.mesh.device).after(flush.placeholders[-1], _ENDS) as emit:
+        flat = [emit(aten._to_copy.default, emit(aten.view.default, n, [-1]), dtype=torch.float64) for n in places]
+        args = "sum", axis, mesh_text(flush.mesh)
+        summed, start = emit(OPERATORS["all_reduce"].default, emit(aten.cat.default, flat), *args), 0
+        for n, size in zip(places, sizes, strict=True):
+            part = emit(aten.slice.Tensor, summed, 0, start, start + size)
+            emit(aten.copy_.default, n, emit(aten.view.default, part, list(checked_value(n).shape)))
+            start += size
     return flush
 
 

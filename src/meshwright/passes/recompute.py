@@ -21,7 +21,7 @@ import torch.fx as fx
 
 from ..operators import operator as operator_of
 from ..program.ir.inplace import storages, written
-from ..program.ir.nodes import VIEWS, NodeInfo, annotate, call, info_of, is_mutating, remove_dead
+from ..program.ir.nodes import VIEWS, NodeInfo, annotate, info_of, is_mutating, remove_dead
 from ..program.ir.nodes import draws as random
 from ..program.ir.program import Program
 from ..program.ir.subgraphs import RECOMPUTATION, Rewrite, copied, read_instead
@@ -202,13 +202,12 @@ class _Depth:
 
     def _state(self, node: fx.Node, role: str) -> fx.Node:
         """The generator's state in front of a node."""
-        value = self.rewrite.value((_STATE,), torch.uint8)
-        with self.graph.inserting_before(node):
-            return call(self.graph, GET_STATE.default, (self.rewrite.program.mesh.device,), NodeInfo(role, value=value))
+        with self.rewrite.before(node, NodeInfo(role)) as emit:
+            return emit(GET_STATE.default, self.rewrite.device)
 
     def _set(self, node: fx.Node, state: fx.Node) -> None:
-        with self.graph.inserting_before(node):
-            call(self.graph, SET_STATE.default, (state, self.rewrite.program.mesh.device), NodeInfo(RECOMPUTATION))
+        with self.rewrite.before(node, NodeInfo(RECOMPUTATION)) as emit:
+            emit(SET_STATE.default, state, self.rewrite.device)
 
 
 def _drawn(members: Iterable[fx.Node]) -> list[fx.Node]:

@@ -11,10 +11,10 @@ import torch.fx as fx
 from ..collective import OPERATORS, mesh_text
 from ..layout import Shard, Spec, chunk_bounds
 from ..program.ir.inplace import storages, written
-from ..program.ir.nodes import NodeInfo, Value, annotate, call, info_of, value_of
+from ..program.ir.nodes import NodeInfo, Value, annotate, checked_value, info_of, value_of
 from ..program.ir.program import Program
 from ..program.ir.regions import Region
-from ..program.ir.strides import LAID, is_dense, unless_row_major
+from ..program.ir.strides import LAID, is_dense
 from ..program.ir.subgraphs import RECOMPUTATION, Rewrite, copied, read_instead
 from ..resharding import planner, record
 from ..resharding.planner import ConversionPlan
@@ -95,30 +95,24 @@ class _SavedShards(Rewrite):
             by_stage[info_of(reader).stage].append(reader)
         for stage, readers in by_stage.items():
             origin = NodeInfo(line=info_of(node).line, source=info_of(node).source, stage=stage)
-            kept = self._cut(node, origin, value, cut, here)
+            kept = self._cut(node, origin, cut, here)
             with self.graph.inserting_before(readers[0]):
                 whole = self._gathered(origin, kept, back, here, value)
             read_instead(readers, {node: whole})
             held.append((sum(v.nbytes for v in info_of(kept).values), value.nbytes))
         return held
 
-    def _cut(
-        self, node: fx.Node, origin: NodeInfo, value: Value, plan: ConversionPlan, here: tuple[int, ...]
-    ) -> fx.Node:
+    def _cut(self, node: fx.Node, origin: NodeInfo, plan: ConversionPlan, here: tuple[int, ...]) -> fx.Node:
         """This rank's part, in memory of its own."""
-        made, shape, of = node, list(value.shape), replace(origin, role="forward")
-        for step in plan.steps:
-            for axis in step.axes:
-                d = _dim(step.dst, axis)
-                lo, hi = chunk_bounds(shape[d], step.src.mesh.sizes[axis], here[axis])
-                shape[d] = hi - lo
-                looks = replace(value, shape=tuple(shape), given=unless_row_major(tuple(shape), value.strides))
-                args = (made, d, lo, hi)
-                with self.graph.inserting_after(made):
-                    made = call(self.graph, aten.slice.Tensor, args, replace(of, value=looks))
-        own = replace(of, value=self.value(shape, value.dtype))
-        with self.graph.inserting_after(made):
-            return call(self.graph, aten.clone.default, (made,), own, {"memory_format": torch.contiguous_format})
+        made, shape = node, list(checked_value(node).shape)
+        with self.after(node, replace(origin, role="forward")) as emit:
+            for step in plan.steps:
+                for axis in step.axes:
+                    d = _dim(step.dst, axis)
+                    lo, hi = chunk_bounds(shape[d], step.src.mesh.sizes[axis], here[axis])
+                    shape[d] = hi - lo
+                    made = emit(aten.slice.Tensor, made, d, lo, hi)
+            return emit(aten.clone.default, made, memory_format=torch.contiguous_format)
 
     def _gathered(
         self, origin: NodeInfo, kept: fx.Node, plan: ConversionPlan, here: tuple[int, ...], value: Value
@@ -131,14 +125,11 @@ class _SavedShards(Rewrite):
             (axis,) = step.axes
             mesh, d = step.src.mesh, _dim(step.src, axis)
             sizes = [step.src.local_shape((*here[:axis], i, *here[axis + 1 :]))[d] for i in range(mesh.sizes[axis])]
-            whole = self.value(step.dst.local_shape(here), value.dtype)
-            own = replace(of, value=whole, cause=len(self.causes) - 1)
+            own = replace(of, cause=len(self.causes) - 1)
             args = (made, d, sizes, mesh.axes[axis], mesh_text(mesh))
-            made = call(self.graph, OPERATORS["all_gather"].default, args, own)
+            made = self.emit(own, OPERATORS["all_gather"].default, *args)
         if value.given is not None:
-            laid = self.value(value.shape, value.dtype, value.given)
-            own = replace(of, value=laid)
-            made = call(self.graph, LAID.default, (made, list(value.given)), own)
+            made = self.emit(of, LAID.default, made, list(value.given))
         return made
 
 

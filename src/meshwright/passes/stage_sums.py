@@ -10,20 +10,23 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.fx as fx
 
 from ..collective import COLLECTIVES
 from ..layout import At, Spec
+from ..program.ir.edit import Edit
 from ..program.ir.inplace import storages
-from ..program.ir.nodes import UPDATE, NodeInfo, annotate, call, checked_value, info_of, is_mutating, is_sum
+from ..program.ir.nodes import UPDATE, NodeInfo, annotate, checked_value, info_of, is_mutating, is_sum
 from ..program.ir.program import Input, Message, Output, Program
-from ..program.ir.subgraphs import new_storage, of_forward, read_instead
+from ..program.ir.subgraphs import of_forward, read_instead
 from .batch_weights import UPDATE_WEIGHTS
-from .gradient_merge import Contributions, before_reduction
+from .gradient_merge import Contributions, SumsUpdate, before_reduction
 
 aten = torch.ops.aten
+_SUMS = NodeInfo("backward", source="sums of stages")
 # What is done to a gradient as autograd gave it: it is cast, and cut to what its stage has.
 _KEPT = {aten._to_copy.default, aten.slice.Tensor, aten.clone.default}
 
@@ -49,13 +52,14 @@ def contributions(program: Program, whole_sums: bool) -> Contributions:
         whole_sums: whether gradients are summed over micro-batches before they are scattered.
     """
     homes = stages_of(program)
-    _separate(program.graph, homes)
+    edit = Edit(program.graph, program.mesh.device)
+    _separate(edit, homes)
     stages, made = _stages(program), dict[fx.Node, Mapping[int, fx.Node]]()
     for node in [n for n in program.graph.nodes if info_of(n).grad_of]:
         home = homes.get(info_of(node).grad_of[0][0])
         if home is None:
             continue
-        node = _cut_behind(node)
+        node = _cut_behind(edit, node)
         behind, root = _joined(before_reduction(node, whole_sums), whole_sums)
         terms = list(_terms(root))
         of: dict[int, list[fx.Node]] = {}
@@ -64,13 +68,13 @@ def contributions(program: Program, whole_sums: bool) -> Contributions:
             of.setdefault(home if found is None else found, []).append(term)
         if set(of) == {home}:
             continue
-        each = {stage: _added(of[stage], stage) for stage in sorted(of, reverse=True)}
+        each = {stage: _added(edit, of[stage], stage) for stage in sorted(of, reverse=True)}
         for one in behind:
-            each = {stage: _again(one, term, stage) for stage, term in each.items()}
+            each = {stage: _again(edit, one, term, stage) for stage, term in each.items()}
         for stage, term in each.items():
             annotate(term, stage=stage)
         end = behind[-1] if behind else root
-        total = _added(list(each.values()), home)
+        total = _added(edit, list(each.values()), home)
         if total is not end:
             read_instead(list(end.users), {end: total})
             annotate(total, grad_of=info_of(end).grad_of, gradient_at=info_of(end).gradient_at)
@@ -81,13 +85,13 @@ def contributions(program: Program, whole_sums: bool) -> Contributions:
     return made
 
 
-def _separate(graph: fx.Graph, homes: Mapping[str, int]) -> None:
+def _separate(edit: Edit, homes: Mapping[str, int]) -> None:
     """Copy a value that several gradients have in common, of parameters that were added: each sum takes its own.
 
     Gradients at one stage that are this value, and no sum with others, keep one reduction.
     """
     readers: dict[fx.Node, dict[fx.Node | int, dict[fx.Node, None]]] = {}
-    for node in graph.nodes:
+    for node in edit.graph.nodes:
         home = homes.get(info_of(node).grad_of[0][0]) if info_of(node).grad_of else None
         if home is not None:
             readers.setdefault(node, {}).setdefault(home, {})
@@ -98,9 +102,8 @@ def _separate(graph: fx.Graph, homes: Mapping[str, int]) -> None:
         for users in of.values() if len(of) > 1 else ():
             if not users:
                 continue
-            with graph.inserting_after(value):
-                info = replace(info_of(value), value=checked_value(value).fresh(new_storage(graph)))
-                own = call(graph, aten.clone.default, (value,), replace(info, grad_of=(), gradient_at=()))
+            with edit.after(value, replace(info_of(value), grad_of=(), gradient_at=())) as emit:
+                own = emit(aten.clone.default, value)
             for user in users:
                 user.replace_input_with(value, own)
 
@@ -117,7 +120,7 @@ def _shared(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
                 yield from _shared(value)
 
 
-def _cut_behind(node: fx.Node) -> fx.Node:
+def _cut_behind(edit: Edit, node: fx.Node) -> fx.Node:
     """Let terms of a sum be cut to what a stage has behind it, not each before: other stages have nothing of theirs."""
     cuts, way = list[fx.Node](), list[fx.Node]()
     for term in _terms(node):
@@ -134,9 +137,9 @@ def _cut_behind(node: fx.Node) -> fx.Node:
     if any(not _like(x, whole[0]) for x in whole):
         return node
     info = info_of(node)
-    total = _added(whole, 0)
+    total = _added(edit, whole, 0)
     annotate(total, stage=info.stage)
-    cut = _again(cuts[0], total, 0)
+    cut = _again(edit, cuts[0], total, 0)
     annotate(cut, stage=info.stage, grad_of=info.grad_of, gradient_at=info.gradient_at)
     read_instead(list(node.users), {node: cut})
     annotate(node, grad_of=())
@@ -155,7 +158,7 @@ def accumulate_by_stage(program: Program) -> None:
     Args:
         program: whose graph is changed.
     """
-    stages = _stages(program)
+    stages, edit = _stages(program), Edit(program.graph, program.mesh.device)
     for node in reversed(list(program.graph.nodes)):
         info = info_of(node)
         if node._erased or node.target is not aten.add.Tensor or of_forward(node) or info.grad_of:
@@ -168,7 +171,7 @@ def accumulate_by_stage(program: Program) -> None:
             continue
         later, total = sorted(of, reverse=True), None
         for stage in later:
-            total = _added(of[stage] if total is None else [total, *of[stage]], stage)
+            total = _added(edit, of[stage] if total is None else [total, *of[stage]], stage)
             stages[total] = stage
         assert total is not None
         annotate(total, source=info.source)
@@ -234,22 +237,19 @@ def _terms(node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
-def _added(terms: Sequence[fx.Node], stage: int) -> fx.Node:
-    (total, *rest), graph = terms, terms[0].graph
+def _added(edit: Edit, terms: Sequence[fx.Node], stage: int) -> fx.Node:
+    total, *rest = terms
     for term in rest:
-        with graph.inserting_after(max(total, term)):
-            info = replace(info_of(total).beside(checked_value(total).fresh(new_storage(graph))), stage=stage)
-            total = call(graph, aten.add.Tensor, (total, term), info)
+        with edit.after(max(total, term), replace(info_of(total).beside(), stage=stage)) as emit:
+            total = emit(aten.add.Tensor, total, term)
     return total
 
 
-def _again(node: fx.Node, term: fx.Node, stage: int) -> fx.Node:
+def _again(edit: Edit, node: fx.Node, term: fx.Node, stage: int) -> fx.Node:
     """What a node does, done to a term of its input."""
-    graph = node.graph
-    with graph.inserting_after(term):
-        made = graph.node_copy(node, lambda _: term)
-    annotate(made, stage=stage, value=checked_value(node).fresh(new_storage(graph)), grad_of=(), gradient_at=())
-    return made
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: term)
+    with edit.after(term, replace(info_of(node), stage=stage, grad_of=(), gradient_at=())) as emit:
+        return emit(node.target, *args, **kwargs)
 
 
 # ---------------------------------------------------------------------------------------------- reductions
@@ -265,7 +265,7 @@ class StageSums:
         nodes: what reduces them, with the stage that has the parameter.
         ends: of these, what the update reads, with the parameter.
         read: the places that they read.
-        unit: by what sums are multiplied first.
+        unit: by what sums are multiplied first; ``multiplied``: by this node of the update.
     """
 
     places: dict[fx.Node, tuple[Input, int, int]] = field(default_factory=dict)
@@ -273,15 +273,16 @@ class StageSums:
     ends: dict[fx.Node, str] = field(default_factory=dict)
     read: list[fx.Node] = field(default_factory=list)
     unit: float = 1.0
+    multiplied: fx.Node | None = None
 
 
 def divide_after_reduction(
-    flush: Program, stages: Mapping[str, int], adds: Mapping[str, int], unit: float
+    flush: Program, update: SumsUpdate, stages: Mapping[str, int], adds: Mapping[str, int], unit: float
 ) -> StageSums:
     """Let an update divide gradients after they were reduced, not before, and say what reduces them.
 
     Args:
-        flush: the update, whose graph is changed.
+        flush: the update, whose graph is changed; ``update``: what it does with sums.
         stages: of parameters that lie at one.
         adds: of a sum, by its name, the stage that adds to it, where that may be another one than the parameter's.
         unit: by what sums are multiplied where they are reduced in half precision.
@@ -301,8 +302,8 @@ def divide_after_reduction(
             made.nodes[node] = homes[0]
     seen = [n for n in (*made.places, *made.nodes) if not memory.isdisjoint(storages(n))]
     # What the update reads as it was added up needs no reduction: copies of it are those that leave the program.
-    own = (aten._foreach_div_.Tensor, aten._foreach_zero_.default)
-    kept = {s for n in seen for u in n.users if u not in made.nodes and u.target not in own for s in storages(n)}
+    own = (update.divided, update.emptied)
+    kept = {s for n in seen for u in n.users if u not in made.nodes and u not in own for s in storages(n)}
     for node in made.places:
         if not kept.isdisjoint(storages(node)):
             _forget(node, made)
@@ -317,7 +318,7 @@ def divide_after_reduction(
         end.append(node)
         end = node
     made.read = list(dict.fromkeys(n for node in made.nodes for n in node.all_input_nodes if n in made.places))
-    _divide(flush, made, unit)
+    _divide(flush, update, made, unit)
     return made
 
 
@@ -366,12 +367,12 @@ def bytes_of(made: StageSums, program: Program, homes: Sequence[int]) -> dict[in
     return found
 
 
-def _divide(flush: Program, made: StageSums, unit: float) -> None:
-    graph = flush.graph
-    div = next((n for n in graph.nodes if n.target is aten._foreach_div_.Tensor), None)
+def _divide(flush: Program, update: SumsUpdate, made: StageSums, unit: float) -> None:
+    div = update.divided
     if div is None or not made.nodes:
         return
-    places, total = div.args
+    places: Any = div.args[0]
+    total = div.args[1]
     assert isinstance(total, fx.Node)
     kept = [n for n in places if n not in made.read]
     ends = list({storages(n): n for n in reversed(made.ends)}.values())[::-1]
@@ -379,21 +380,20 @@ def _divide(flush: Program, made: StageSums, unit: float) -> None:
         div.args = ([*kept, *ends], total)
         return
     # Sums of what was multiplied by weights are larger than half precision goes.
-    made.unit = unit
-    with graph.inserting_before(next(iter(made.nodes))):
-        call(graph, aten._foreach_mul_.Scalar, (made.read, unit), UPDATE_WEIGHTS)
-    with graph.inserting_before(div):
-        info = UPDATE_WEIGHTS.beside(checked_value(total).fresh(new_storage(graph)))
-        scaled = call(graph, aten.mul.Tensor, (total, unit), info)
+    made.unit, edit = unit, Edit(flush.graph, flush.mesh.device)
+    with edit.before(next(iter(made.nodes)), UPDATE_WEIGHTS) as emit:
+        made.multiplied = emit(aten._foreach_mul_.Scalar, made.read, unit)
+    with edit.before(div, UPDATE_WEIGHTS) as emit:
+        scaled = emit(aten.mul.Tensor, total, unit)
         if kept:
-            call(graph, aten._foreach_div_.Tensor, (kept, total), UPDATE_WEIGHTS)
+            emit(aten._foreach_div_.Tensor, kept, total)
     div.args = (ends, scaled)
 
 
 Taken = tuple[Program, dict[int, Program], list[Message]]
 
 
-def split_reductions(flush: Program, made: StageSums, here: Sequence[int]) -> Taken:
+def split_reductions(flush: Program, update: SumsUpdate, made: StageSums, here: Sequence[int]) -> Taken:
     """The update without what reduces gradients, the part ``R`` of the stages that a rank has, and what goes between
     them.
 
@@ -409,17 +409,16 @@ def split_reductions(flush: Program, made: StageSums, here: Sequence[int]) -> Ta
             sent[place] = Message(f"R {at}>{home}.{number}", "R", at, home, checked_value(place).size)
     parts = {stage: part for stage in here if (part := _part(flush, made, stage, sent)) is not None}
     _ungathered(flush, {place.owner for place, home, _ in made.places.values() if home not in here})
-    return _without(flush, made, here), parts, list(sent.values())
+    return _without(flush, update, made, here), parts, list(sent.values())
 
 
 def _ungathered(flush: Program, others: set[str]) -> None:
     """Of parameters of other stages this rank has no elements, and its group none to gather: what the update left."""
-    graph = flush.graph
+    graph, edit = flush.graph, Edit(flush.graph, flush.mesh.device)
     for node in list(graph.nodes):
         if node.target in COLLECTIVES and info_of(node).gather in others and info_of(node).role == "optimizer":
-            with graph.inserting_before(node):
-                info = replace(info_of(node), cause=None, gather="")
-                made = call(graph, aten.new_zeros.default, (node.args[0], list(checked_value(node).shape)), info)
+            with edit.before(node, replace(info_of(node), cause=None, gather="")) as emit:
+                made = emit(aten.new_zeros.default, node.args[0], list(checked_value(node).shape))
             node.replace_all_uses_with(made)
             graph.erase_node(node)
 
@@ -429,6 +428,7 @@ def _part(flush: Program, made: StageSums, stage: int, sent: Mapping[fx.Node, Me
     nodes = [n for n, s in made.nodes.items() if s == stage]
     read = {n for node in nodes for n in node.all_input_nodes}
     graph, inputs, places, own = fx.Graph(), list[Input](), dict[fx.Node, fx.Node](), list[fx.Node]()
+    edit = Edit(graph, flush.mesh.device, beside=flush.graph)
     outputs: list[tuple[Output, fx.Node]] = []
     for place, (given, _, at) in made.places.items():
         if place not in read and not (at == stage and place in sent):
@@ -440,23 +440,20 @@ def _part(flush: Program, made: StageSums, stage: int, sent: Mapping[fx.Node, Me
     if not places:
         return None
     if own and made.unit != 1:  # all may come from other stages
-        call(graph, aten._foreach_mul_.Scalar, (own, made.unit), UPDATE_WEIGHTS)
-    storage = new_storage(flush.graph)
+        edit.emit(UPDATE_WEIGHTS, aten._foreach_mul_.Scalar, own, made.unit)
     for place, message in sent.items():
         if message.src == stage:
-            info = NodeInfo("backward", source="sums of stages", value=checked_value(place).fresh(storage))
-            outputs.append((Output(message.name, "edge"), call(graph, aten.clone.default, (places[place],), info)))
-            storage += 1
+            outputs.append((Output(message.name, "edge"), edit.emit(_SUMS, aten.clone.default, places[place])))
     for node in nodes:
         places[node] = graph.node_copy(node, places.__getitem__)
     outputs += [(Output(name, "reduced"), places[n]) for n, name in made.ends.items() if made.nodes[n] == stage]
     if own:
-        call(graph, aten._foreach_zero_.default, (own,), UPDATE)
+        edit.emit(UPDATE, aten._foreach_zero_.default, own)
     graph.output(tuple(n for _, n in outputs))
     return replace(flush, graph=graph, inputs=tuple(inputs), outputs=tuple(o for o, _ in outputs))
 
 
-def _without(flush: Program, made: StageSums, here: Sequence[int]) -> Program:
+def _without(flush: Program, update: SumsUpdate, made: StageSums, here: Sequence[int]) -> Program:
     """The update, which is given reduced gradients; none of those of other stages has elements."""
     graph = flush.graph
     given = dict(zip(flush.placeholders, flush.inputs, strict=True))
@@ -468,12 +465,11 @@ def _without(flush: Program, made: StageSums, here: Sequence[int]) -> Program:
             annotate(place, grad_of=info_of(end).grad_of)
         given[place] = Input(name, "reduced" if made.nodes[end] in here else "accumulator", owner=name)
         end.replace_all_uses_with(place)
-    _copied(graph, {n for n, i in given.items() if i.kind == "accumulator"})
-    for node in list(graph.nodes):
-        if node.target is aten._foreach_mul_.Scalar and node.args[0] == made.read and made.unit != 1:
-            graph.erase_node(node)
-        if node.target is aten._foreach_zero_.default:
-            node.args = ([n for n in node.args[0] if n not in made.read],)
+    _copied(graph, flush.mesh.device, {n for n, i in given.items() if i.kind == "accumulator"})
+    if made.multiplied is not None:
+        graph.erase_node(made.multiplied)
+    emptied: Any = update.emptied.args[0]
+    update.emptied.args = ([n for n in emptied if n not in made.read],)
     for node in reversed(made.nodes):
         graph.erase_node(node)
     for place in made.places:
@@ -482,14 +478,12 @@ def _without(flush: Program, made: StageSums, here: Sequence[int]) -> Program:
     return replace(flush, inputs=tuple(given[n] for n in flush.placeholders))
 
 
-def _copied(graph: fx.Graph, sums: Collection[fx.Node]) -> None:
+def _copied(graph: fx.Graph, device: str, sums: Collection[fx.Node]) -> None:
     """Let copies of sums leave an update that returns them: sums are the next step's, a gradient is the caller's."""
-    (output,) = graph.find_nodes(op="output")
-    storage, made = new_storage(graph), dict[fx.Node, fx.Node]()
-    for node in [n for n in output.args[0] if n in sums]:
-        info = NodeInfo("backward", source="sums of stages", value=checked_value(node).fresh(storage + len(made)))
-        with graph.inserting_before(output):
-            made[node] = call(graph, aten.clone.default, (node,), info)
+    (output,), made = graph.find_nodes(op="output"), dict[fx.Node, fx.Node]()
+    with Edit(graph, device).before(output, _SUMS) as emit:
+        for node in [n for n in output.args[0] if n in sums]:
+            made[node] = emit(aten.clone.default, node)
     output.args = (tuple(made.get(n, n) for n in output.args[0]),)
 
 

@@ -15,7 +15,7 @@ from ...layout import Partial, Spec
 from ..ir.inplace import storages, written
 from ..ir.nodes import checked_value, info_of, is_mutating, is_sum, value_of
 from ..ir.program import Input, Program
-from .derive import described
+from .values import described
 
 # Name of a parameter to the axes over which its gradient, which is in a value, is still to be summed.
 Owed = Mapping[str, frozenset[str]]

@@ -24,9 +24,9 @@ from ...resharding.record import Record
 from ..ir.inplace import written
 from ..ir.nodes import Value, checked_value, info_of, is_mutating, value_of
 from ..ir.program import PASSED, PIPELINE, WHOLE, Program
-from .derive import check_values, described
 from .facts import CAPTURED, program_facts
 from .flow import check_gradients
+from .values import check_values, described
 
 ROLES = ("forward", "recomputation", "backward", "optimizer")
 KINDS = ("param", "buffer", "batch", "constant", "state", "hyper", "accumulator", "scale", *PASSED)

@@ -117,7 +117,7 @@ class NodeInfo:
         """The tensors that it gives, one or several."""
         return (v for v in (self.value if isinstance(self.value, tuple) else (self.value,)) if v is not None)
 
-    def beside(self, value: Values, sync: str = "") -> NodeInfo:
+    def beside(self, value: Values = None, sync: str = "") -> NodeInfo:
         """Of a node that is put beside this one, for the same end."""
         return NodeInfo(self.role, self.line, self.source, value, sync=sync)
 

@@ -6,9 +6,8 @@ in these verbs.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -18,10 +17,10 @@ import torch.fx as fx
 
 from ...collective import COLLECTIVES, bytes_of
 from ...resharding.record import Record
+from .edit import Edit
 from .inplace import follow, returned, storages, written
 from .nodes import Value, annotate, call, checked_value, info_of, is_mutating
 from .program import Output, Program
-from .strides import Strides
 
 aten = torch.ops.aten
 RECOMPUTATION = "recomputation"  # the role of what runs again
@@ -31,11 +30,6 @@ _LATER = ("backward", RECOMPUTATION)
 def of_forward(node: fx.Node) -> bool:
     """Whether a node computes a value of the forward, for the first time or again."""
     return info_of(node).role in ("forward", RECOMPUTATION)
-
-
-def new_storage(graph: fx.Graph) -> int:
-    """A number that no storage of a program has, nor any number above it."""
-    return 1 + max((s for n in graph.nodes for s in storages(n)), default=0)
 
 
 def needed(
@@ -99,20 +93,19 @@ def part_of(
     return replace(program, graph=graph, inputs=tuple(inputs), outputs=tuple(kept))
 
 
-class Rewrite:
+class Rewrite(Edit):
     """A program while its graph is changed.
 
     Attributes:
         program: as it was, but for its graph.
         causes: of its collectives; more are added.
         order: places of the nodes that the program had.
-        fresh: numbers for storages.
     """
 
     def __init__(self, program: Program) -> None:
-        self.program, self.graph, self.causes = program, program.graph, list(program.causes)
+        super().__init__(program.graph, program.mesh.device)
+        self.program, self.causes = program, list(program.causes)
         self.order = {n: i for i, n in enumerate(self.graph.nodes)}
-        self.fresh: Iterator[int] = itertools.count(new_storage(self.graph))
 
     def readers(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """What of the backward reads these nodes, in order."""
@@ -140,7 +133,7 @@ class Rewrite:
                 made[node] = made[returned(node)]
                 continue
             seen = {s for n in node.all_input_nodes for s in storages(n)}
-            moved.update((s, next(self.fresh)) for s in storages(node) if s not in seen and s not in moved)
+            moved.update((s, next(self.storages)) for s in storages(node) if s not in seen and s not in moved)
             with self.graph.inserting_before(before):
                 copy = made[node] = self.graph.node_copy(node, lambda n: made.get(n, n))
             annotate(copy, role=role, value=_moved(info_of(node).value, moved), writes=False)
@@ -151,10 +144,6 @@ class Rewrite:
             for copy in copies:
                 annotate(copy, cause=len(self.causes) - 1)
         return made
-
-    def value(self, shape: Sequence[int], dtype: torch.dtype, given: Strides | None = None) -> Value:
-        """What a new node gives, in memory of its own."""
-        return Value.alone(shape, dtype, next(self.fresh), given)
 
     def sent_together(
         self, members: Sequence[fx.Node], started: fx.Node, op: str, ends: tuple[str, str], why: str, phase: str = ""
