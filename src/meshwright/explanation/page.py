@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import extra
 from ..mesh import Mesh
 from ..program.check.verify import ROLES
+from ..program.ir.schedules import StagePart
 from .account import Account
 from .entries import Collective, InputLayout, folded_layouts, in_bytes, placed, starred
 from .memory import CATEGORIES, Memory
@@ -28,7 +29,10 @@ _MESH = 440  # units to the right, at most, where it is large
 _NUMBERS = 64  # cells of a larger mesh have no numbers
 _ROW = 22  # of the schedule of one rank
 _MOST_ACTIONS = 20000  # a longer schedule is not drawn
-_PARTS = {"F": "forward", "B": "backward", "I": "backward", "W": "optimizer"}  # and its color
+_PARTS = {
+    StagePart.FORWARD: "forward",
+    StagePart.BACKWARD_WEIGHT: "optimizer",
+}  # and its color; the others' is "backward"
 
 
 def as_page(why: Account, title: str, compared: Iterable[tuple[str, str, str]] = ()) -> str:
@@ -201,7 +205,8 @@ def _drawn(pipeline: PipelineAccount | None) -> dict[str, Any] | None:
             bars.append(
                 {
                     "x": round(start * unit, 2), "w": round(max(0.4, wide - 0.6), 2), "y": rank * _ROW, "h": _ROW - 4,
-                    "kind": _PARTS[a.part], "later": several and a.stage >= len(order.orders), "what": str(a),
+                    "kind": _PARTS.get(a.part, "backward"),
+                    "later": several and a.stage >= len(order.orders), "what": str(a),
                     "mark": str(a.micro) if wide >= 7 * len(str(a.micro)) + 2 else "",
                 }
             )  # fmt: skip

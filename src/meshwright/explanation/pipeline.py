@@ -15,8 +15,8 @@ from ..program import Program
 from ..program.ir.host import host_storages
 from ..program.ir.inplace import storages
 from ..program.ir.nodes import checked_value, value_of
-from ..program.ir.program import ONCE, Staging
-from ..program.ir.schedules import Schedule
+from ..program.ir.program import Staging
+from ..program.ir.schedules import Schedule, StagePart
 from .memory import CATEGORIES, OF_INPUT, Memory, memory_of
 
 
@@ -142,15 +142,20 @@ def _gathered(how: Staging, rank: int) -> int:
         most = max(most, sum(sizes.values()))
         if how.ends(rank, place):
             del sizes[a.stage]
-    return most + sum(m.nbytes for m in how.messages if m.part == "P" and how.schedule.homes[m.dst] == rank)
+    return most + sum(
+        m.nbytes for m in how.messages if m.part is StagePart.SEND_PARAMS and how.schedule.homes[m.dst] == rank
+    )
 
 
 def most_held(how: Staging, rank: int) -> int:
     """The most bytes that a rank holds of micro-batches under way."""
 
-    def change(part: str, stage: int) -> int:
+    def change(part: StagePart, stage: int) -> int:
         ahead, between = how.left.get(stage, (0, 0))
-        return {"F": ahead, "I": between, "B": -ahead, "W": -ahead - between}[part]
+        return {
+            StagePart.FORWARD: ahead, StagePart.BACKWARD_INPUT: between, StagePart.BACKWARD: -ahead,
+            StagePart.BACKWARD_WEIGHT: -ahead - between,
+        }[part]  # fmt: skip
 
     return max(itertools.accumulate(change(a.part, a.stage) for a in how.schedule.orders[rank]), default=0)
 
@@ -223,24 +228,24 @@ class _UnderWay:
             part = self.program.parts.get(name)
             if part is None:
                 continue
-            if a.part in ONCE:
+            if a.part.once:
                 yield self._now(name, key)
                 self.reduced |= _made(part, "reduced", "gradients")
-                if a.part == "R":
+                if a.part is StagePart.REDUCE_GRAD:
                     self.came.pop(a.stage, None)
                 continue
-            g = self.program.parts.get(how.name("G", a.stage))
+            g = self.program.parts.get(how.name(StagePart.UNSHARD, a.stage))
             if any(kind == "gathered" for kind, _ in self.read[name]) and a.stage not in self.kept:
                 self.came[a.stage] = {
                     ("gathered", m.name): ("parameters", m.nbytes)
                     for m in how.messages
-                    if m.part == "P" and m.dst == a.stage
+                    if m.part is StagePart.SEND_PARAMS and m.dst == a.stage
                 }
                 if g is not None:
-                    yield self._now(how.name("G", a.stage), ())
+                    yield self._now(how.name(StagePart.UNSHARD, a.stage), ())
                 self.kept[a.stage] = {} if g is None else _made(g, "gathered", "parameters")
             yield self._now(name, key)
-            if a.part in "BW":
+            if a.part.ends:
                 self.held.pop(key, None)
             else:
                 self.held.setdefault(key, {}).update(_left(part))

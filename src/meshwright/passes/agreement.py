@@ -16,7 +16,7 @@ from typing import Any
 from ..collective import Fact, differing
 from ..errors import DesyncError
 from ..program.check.facts import CAPTURED, REBUILD
-from ..program.ir.program import WHOLE, Program, of_stages
+from ..program.ir.program import WHOLE, Program, part_named
 
 Exchange = Callable[[str, Any], Sequence[Any]]  # what a value is, and this rank's: the values of all ranks
 
@@ -78,7 +78,7 @@ def parts_of(program: Program) -> list[StepPart]:
     mesh, how = program.mesh, program.pipeline
     everyone: Collection[int] = mesh.ranks
     peers = everyone
-    if how is not None and any(map(of_stages, program.parts)):
+    if how is not None and any(map(part_named, program.parts)):
         here = mesh.coordinate(program.rank)[how.axis]
         peers = {r for r in mesh.ranks if mesh.coordinate(r)[how.axis] == here}
     return [StepPart(WHOLE, program, everyone), *(StepPart(name, part, peers) for name, part in program.parts.items())]

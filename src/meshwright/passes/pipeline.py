@@ -20,8 +20,8 @@ from ..program.ir.cut import cut
 from ..program.ir.edit import Edit
 from ..program.ir.loss_weight import Weighing
 from ..program.ir.nodes import NodeInfo, annotate, checked_value, draws, info_of, is_mutating
-from ..program.ir.program import PIPELINE, STEP, Input, Output, Program, Staging
-from ..program.ir.schedules import LOOPED, PARTS, Schedule, V, schedule
+from ..program.ir.program import PIPELINE, STEP, Input, Output, Program, Staging, part_named
+from ..program.ir.schedules import LOOPED, PARTS, Schedule, StagePart, V, schedule
 from ..program.ir.subgraphs import copied
 from .batch_weights import UPDATE_WEIGHTS, weight_of
 from .gradient_merge import GradientMerge, Merge, SumsUpdate
@@ -176,7 +176,7 @@ class Pipeline(Pass):
         drawn = any(map(draws, step.graph.nodes))
         pipeline = Staging(axis, order, (*found.messages, *back), self.gather, found.gathered, found.left, kept, drawn)
         of = {pipeline.name(n, s): part for s, parts in found.parts.items() for n, part in parts.items()}
-        of.update((pipeline.name("R", s), part) for s, part in ends.items())
+        of.update((pipeline.name(StagePart.REDUCE_GRAD, s), part) for s, part in ends.items())
         made = replace(made, parts={**of, "flush": flush}, schedules={STEP: (PIPELINE,)}, pipeline=pipeline)
         return made, _record(made, order, here)
 
@@ -199,7 +199,7 @@ def _record(made: Program, order: Schedule, here: int) -> PassRecord:
     mine = [s for s, home in enumerate(order.homes) if home == here]
     crossing = [m for m in made.pipeline.messages if order.homes[m.src] == here != order.homes[m.dst]]
     sent, once = sum(not m.once for m in crossing), sum(m.once for m in crossing)
-    gathered = [n for part, p in made.parts.items() if part[0] == "G" for n in p.results]
+    gathered = [n for part, p in made.parts.items() if part_named(part) is StagePart.UNSHARD for n in p.results]
     sums = {i.name: checked_value(n).size for p in made.parts.values()
             for n, i in zip(p.placeholders, p.inputs, strict=True) if i.kind == "accumulator"}  # fmt: skip
     held = [order.held(rank) for rank in range(len(order.orders))]

@@ -21,6 +21,7 @@ from ..program.ir.edit import Edit
 from ..program.ir.inplace import storages
 from ..program.ir.nodes import UPDATE, NodeInfo, annotate, checked_value, info_of, is_mutating, is_sum
 from ..program.ir.program import Input, Message, Output, Program
+from ..program.ir.schedules import StagePart
 from ..program.ir.subgraphs import of_forward, read_instead
 from .batch_weights import UPDATE_WEIGHTS
 from .gradient_merge import Contributions, SumsUpdate, before_reduction
@@ -406,7 +407,7 @@ def split_reductions(flush: Program, update: SumsUpdate, made: StageSums, here: 
     for place, (_, home, at) in made.places.items():
         if at != home:
             number = counts[at, home] = counts.get((at, home), -1) + 1
-            sent[place] = Message(f"R {at}>{home}.{number}", "R", at, home, checked_value(place).size)
+            sent[place] = Message(f"R {at}>{home}.{number}", StagePart.REDUCE_GRAD, at, home, checked_value(place).size)
     parts = {stage: part for stage in here if (part := _part(flush, made, stage, sent)) is not None}
     _ungathered(flush, {place.owner for place, home, _ in made.places.values() if home not in here})
     return _without(flush, update, made, here), parts, list(sent.values())

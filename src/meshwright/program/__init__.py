@@ -6,7 +6,7 @@ from .capture.build import Built, Plan, build
 from .capture.scale import LossScale
 from .ir.nodes import value_of
 from .ir.program import Input, Origin, Output, Program
-from .ir.schedules import Action, Schedule, schedule
+from .ir.schedules import Action, Schedule, StagePart, schedule
 from .ir.store import save_program
 from .load import load_program
 from .run.runner import last_uses
@@ -21,6 +21,7 @@ __all__ = [
     "Plan",
     "Program",
     "Schedule",
+    "StagePart",
     "build",
     "last_uses",
     "load_program",

@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from ...collective import COLLECTIVES, STARTS, WAIT_OP, Fact
 from ..ir.nodes import info_of, target_name, value_of
-from ..ir.program import Program, Staging, of_stages
+from ..ir.program import Program, Staging, part_named
 
 _STARTED = set(STARTS.values())
 CAPTURED = "the ranks captured different steps: {}"
@@ -50,7 +50,7 @@ def program_facts(program: Program, *, inputs: bool = True) -> list[Fact]:
     # What a rank holds for a backward its own kernels decide.
     found += [Fact(f"output {o.kind} {o.name}") for o in program.outputs if o.kind not in ("held", "gathered")]
     for name, part in program.parts.items():
-        if program.pipeline is not None and any(map(of_stages, program.parts)):
+        if program.pipeline is not None and any(map(part_named, program.parts)):
             continue  # of this rank's stage
         found += [Fact(f"the part {name}"), *program_facts(part, inputs=False)]
     if program.parts:
@@ -63,7 +63,7 @@ def program_facts(program: Program, *, inputs: bool = True) -> list[Fact]:
 def decided(program: Program) -> list[Fact]:
     """What passes decided that reaches a collective; of a pipeline that is cut, by stage."""
     how, found = program.pipeline, list[Fact]()
-    staged = how is not None and any(map(of_stages, program.parts))
+    staged = how is not None and any(map(part_named, program.parts))
     for record in program.passes:
         texts = [f"{record.name}: {d}" for d in record.decisions]
         if staged and how is not None:
@@ -78,7 +78,7 @@ def _of_stages(program: Program, how: Staging) -> Iterator[Fact]:
     """The schedule, what crosses, and what the ranks of a stage have alike: parts differ from stage to stage."""
     yield Fact(f"the schedule {how.schedule.name}", zlib.crc32(repr(how.schedule.orders).encode()))
     yield Fact(f"messages between stages {[m.name for m in how.messages]}")
-    if not any(map(of_stages, program.parts)):
+    if not any(map(part_named, program.parts)):
         return
     of = [f for part in program.parts.values() for f in program_facts(part, inputs=False)]
     here, axis = program.mesh.coordinate(program.rank)[how.axis], program.mesh.axes[how.axis]

@@ -21,6 +21,7 @@ from ...layout import At
 from .inplace import follow, storages, written
 from .nodes import VIEWS, NodeInfo, annotate, checked_value, draws, info_of, is_mutating, target_name, value_of
 from .program import Input, Message, Output, Program
+from .schedules import StagePart
 from .subgraphs import RECOMPUTATION, of_forward
 
 aten = torch.ops.aten
@@ -37,7 +38,7 @@ class StageParts:
         left: of each stage, the bytes that ``F`` leaves for the backward of its micro-batch, and ``I`` besides.
     """
 
-    parts: Mapping[int, Mapping[str, Program]]
+    parts: Mapping[int, Mapping[StagePart, Program]]
     messages: tuple[Message, ...]
     gathered: Mapping[int, int]
     left: Mapping[int, tuple[int, int]]
@@ -152,15 +153,20 @@ class _Cut:
             found[stage] = {v.storage: v.size for v in map(checked_value, ends)}
         return {stage: sum(sizes.values()) for stage, sizes in found.items()}
 
-    def run(self, stage: int, split: bool, sent: Sequence[tuple[Message, fx.Node]]) -> dict[str, Program]:
+    def run(self, stage: int, split: bool, sent: Sequence[tuple[Message, fx.Node]]) -> dict[StagePart, Program]:
         """The parts of a stage."""
         of = self._nodes_of(stage, split, sent)
-        made = {**self._once(stage), "F": self._part(stage, of.first, of.came, [*of.ahead, *_outputs(of.held)])}
+        made = {
+            **self._once(stage),
+            StagePart.FORWARD: self._part(stage, of.first, of.came, [*of.ahead, *_outputs(of.held)]),
+        }
         if not split:
-            made["B"] = self._part(stage, of.later, {**of.held, **of.back}, of.behind)
+            made[StagePart.BACKWARD] = self._part(stage, of.later, {**of.held, **of.back}, of.behind)
             return made
-        made["I"] = self._part(stage, of.sending, {**of.held, **of.back}, [*of.behind, *_outputs(of.kept)])
-        made["W"] = self._part(stage, of.later - of.sending, {**of.held, **of.kept}, [])
+        made[StagePart.BACKWARD_INPUT] = self._part(
+            stage, of.sending, {**of.held, **of.back}, [*of.behind, *_outputs(of.kept)]
+        )
+        made[StagePart.BACKWARD_WEIGHT] = self._part(stage, of.later - of.sending, {**of.held, **of.kept}, [])
         return made
 
     def left(self, stage: int, split: bool, sent: Sequence[tuple[Message, fx.Node]]) -> tuple[int, int]:
@@ -172,10 +178,10 @@ class _Cut:
         return first, then
 
     def _nodes_of(self, stage: int, split: bool, sent: Sequence[tuple[Message, fx.Node]]) -> _Nodes:
-        came = {n: Input(m.name, "edge") for m, n in sent if m.dst == stage and m.part == "F"}
-        back = {n: Input(m.name, "edge") for m, n in sent if m.dst == stage and m.part == "B"}
-        ahead = [(Output(m.name, "edge"), n) for m, n in sent if m.src == stage and m.part == "F"]
-        behind = [(Output(m.name, "edge"), n) for m, n in sent if m.src == stage and m.part == "B"]
+        came = {n: Input(m.name, "edge") for m, n in sent if m.dst == stage and m.part is StagePart.FORWARD}
+        back = {n: Input(m.name, "edge") for m, n in sent if m.dst == stage and m.part is StagePart.BACKWARD}
+        ahead = [(Output(m.name, "edge"), n) for m, n in sent if m.src == stage and m.part is StagePart.FORWARD]
+        behind = [(Output(m.name, "edge"), n) for m, n in sent if m.src == stage and m.part is StagePart.BACKWARD]
         mine, free = self.by_stage.get(stage, []), self.by_stage.get(None, [])
         later = self._live([n for n in mine if not self.forward[n]], {n for n in free if not self.forward[n]}, behind)
         first = self._live(
@@ -368,7 +374,10 @@ class _Cut:
         if what is not None and what.home is not None and (stage, what.name) not in self.sent:
             number = sum((m.src, m.dst) == (what.home, stage) for m, _ in self.sent.values())
             size = checked_value(what.way[-1]).size
-            self.sent[stage, what.name] = Message(f"P {what.home}>{stage}.{number}", "P", what.home, stage, size), what
+            self.sent[stage, what.name] = (
+                Message(f"P {what.home}>{stage}.{number}", StagePart.SEND_PARAMS, what.home, stage, size),
+                what,
+            )
 
     def _source(self, node: fx.Node, stage: int) -> fx.Node | Input:
         """What a part of a stage reads in place of what is made of a stored parameter: the parameter, or an input."""
@@ -378,12 +387,16 @@ class _Cut:
             return Input(came[0].name, "gathered")
         return Input(one.name, "gathered") if one.made else one.way[0]
 
-    def _once(self, stage: int) -> dict[str, Program]:
+    def _once(self, stage: int) -> dict[StagePart, Program]:
         """The parts that a stage runs for all micro-batches together."""
         wanted = self.wanted.get(stage, {}).values()
         made = [(Output(w.name, "gathered"), w) for w in wanted if w.made and (stage, w.name) not in self.sent]
         sent = [(Output(m.name, "edge"), what) for m, what in self.sent.values() if m.src == stage]
-        return {part: self._of_stored(stage, of) for part, of in (("P", sent), ("G", made)) if of}
+        return {
+            part: self._of_stored(stage, of)
+            for part, of in ((StagePart.SEND_PARAMS, sent), (StagePart.UNSHARD, made))
+            if of
+        }
 
     def _of_stored(self, stage: int, wanted: Sequence[tuple[Output, _Stored]]) -> Program:
         """Some of what is made of stored parameters, as a program."""
@@ -427,7 +440,7 @@ class _Cut:
                     )
                 if value_of(node) is None:
                     raise PassError(f"{_where(node)}: {target_name(node.target)}, several values, crosses a border")
-                key = ("F" if self.forward[node] and dst > src else "B", src, dst)
+                key = (StagePart.FORWARD if self.forward[node] and dst > src else StagePart.BACKWARD, src, dst)
                 number = counts[key] = counts.get(key, -1) + 1
                 yield Message(f"{key[0]} {src}>{dst}.{number}", *key, checked_value(node).size), node
 

@@ -16,7 +16,7 @@ from ...mesh import Mesh
 from ...resharding.record import Record
 from .loss_weight import LossWeight
 from .nodes import Value, info_of, target_name
-from .schedules import Action, Schedule
+from .schedules import Action, Schedule, StagePart
 
 Tensor = torch.Tensor
 
@@ -77,14 +77,14 @@ class Message:
 
     Attributes:
         name: the same at both ends: the output of one part and the input of the other one.
-        part: with which part it comes and goes, for each micro-batch ``"F"`` or ``"B"`` (of a backward that is cut
-            ``"I"``); once for all of them ``"P"``, a parameter, and ``"R"``, a sum of gradients of one.
+        part: with which part it comes and goes: for each micro-batch FORWARD or BACKWARD (of a backward that is cut
+            with BACKWARD_INPUT); once for all of them SEND_PARAMS, a parameter, and REDUCE_GRAD, a sum of gradients.
         src, dst: the stages.
         nbytes: of this rank's part of it.
     """
 
     name: str
-    part: str
+    part: StagePart
     src: int
     dst: int
     nbytes: int
@@ -92,26 +92,26 @@ class Message:
     @property
     def once(self) -> bool:
         """Whether it goes once for all micro-batches."""
-        return self.part in ONCE
+        return self.part.once
 
 
 @dataclass(frozen=True)
 class Staging:
-    """How a step that is cut runs: the parts ``F``, ``B`` (or ``I`` and ``W``) of a rank's stage, then ``flush``.
+    """How a step that is cut runs: the parts of a rank's stage, :class:`~meshwright.program.StagePart`, then a flush.
 
-    Where a stage has something to do for all micro-batches together it has more parts: ``P``, which sends parameters
-    to other stages that use them, ``G``, which gathers and casts those that the stage uses, and ``R``, which sums
-    gradients over ranks.  Of several stages of a rank the parts are ``F0``, ``F2`` and so on, by their numbers.
+    The program has them by their letters, ``F``, ``B``; of several stages of a rank as ``F0``, ``F2`` and so on, by the
+    numbers of the stages.
 
     Attributes:
         axis: of the mesh, that of the stages.
         schedule: what each rank runs, in order.
         messages: between all stages, in the order in which parts send them.
-        gather: for how long what ``G`` made is kept: ``"run"``, while a rank runs parts of the stage one after the
+        gather: for how long what UNSHARD made is kept: ``"run"``, while a rank runs parts of the stage one after the
             other, ``"step"`` or ``"micro-batch"``, for one part.
-        gathered: of each stage, the bytes that ``G`` makes of stored parameters.
-        left: of each stage, the bytes that ``F`` leaves for the backward of its micro-batch, and ``I`` besides.
-        sums: of each stage, the bytes of its sums of gradients, and of what ``R`` makes of them.
+        gathered: of each stage, the bytes that UNSHARD makes of stored parameters.
+        left: of each stage, the bytes that FORWARD leaves for the backward of its micro-batch, and
+            BACKWARD_INPUT besides.
+        sums: of each stage, the bytes of its sums of gradients, and of what REDUCE_GRAD makes of them.
         draws: a stage draws random numbers, for which all ranks then draw one seed.
     """
 
@@ -124,22 +124,22 @@ class Staging:
     sums: Mapping[int, int] = field(default_factory=dict)
     draws: bool = False
 
-    def name(self, part: str, stage: int) -> str:
+    def name(self, part: StagePart, stage: int) -> str:
         """Of a part of a stage."""
-        return part if self.schedule.stages == len(self.schedule.orders) else f"{part}{stage}"
+        return part.value if self.schedule.stages == len(self.schedule.orders) else f"{part}{stage}"
 
     def times(self, name: str, rank: int) -> int:
         """How often a rank of the axis runs a part in a step."""
-        part = name.rstrip("0123456789")
-        if part in ONCE or name == "flush":
+        part = part_named(name)
+        if part is None or part.once:
             return 1
-        if part != "G":
+        if part is not StagePart.UNSHARD:
             return self.schedule.micro_batches
         stage = int(name[1:]) if name[1:] else self.schedule.homes.index(rank)
         return sum(self.ends(rank, i) for i, a in enumerate(self.schedule.orders[rank]) if a.stage == stage)
 
     def ends(self, rank: int, place: int) -> bool:
-        """Whether what ``G`` made is let go behind this action of a rank."""
+        """Whether what UNSHARD made is let go behind this action of a rank."""
         order = self.schedule.orders[rank]
         here, rest = order[place].stage, order[place + 1 :]
         if self.gather == "micro-batch":
@@ -147,19 +147,19 @@ class Staging:
         return all(a.stage != here for a in (rest if self.gather == "step" else rest[:1]))
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """All that a rank of the axis runs, in order, but ``G``: ``P`` first, ``R`` behind the last part of its stage,
-        and of what other stages of the rank contribute to it."""
+        """All that a rank of the axis runs, in order, but UNSHARD: SEND_PARAMS first, REDUCE_GRAD behind the last part
+        of its stage, and of what other stages of the rank contribute to it."""
         order = self.schedule.orders[rank]
         last = {a.stage: i for i, a in enumerate(order)}
-        yield from (Action("P", stage, 0) for stage in last)
+        yield from (Action(StagePart.SEND_PARAMS, stage, 0) for stage in last)
         left = set(last)
         for i, a in enumerate(order):
             yield a
             for stage in sorted(left, reverse=True):
-                sources = {m.src for m in self.messages if m.part == "R" and m.dst == stage}
+                sources = {m.src for m in self.messages if m.part is StagePart.REDUCE_GRAD and m.dst == stage}
                 if last[stage] <= i and left.isdisjoint(sources):
                     left.remove(stage)
-                    yield Action("R", stage, 0)
+                    yield Action(StagePart.REDUCE_GRAD, stage, 0)
 
     def sent(self, src: int, dst: int) -> Iterator[Message]:
         """What goes from one rank to another one."""
@@ -167,12 +167,12 @@ class Staging:
         return (m for m in self.messages if (homes[m.src], homes[m.dst]) == (src, dst))
 
 
-def of_stages(name: str) -> bool:
-    """Whether a part differs from stage to stage."""
-    return name.rstrip("0123456789") in ("P", "G", "F", "B", "I", "W", "R")
+def part_named(name: str) -> StagePart | None:
+    """The part of a stage of which this is the name; None for what every stage has alike."""
+    letter = name.rstrip("0123456789")
+    return StagePart(letter) if letter in list(StagePart) else None
 
 
-ONCE = ("P", "R")  # parts that run once for all micro-batches
 PASSED = ("held", "edge", "gathered", "reduced")  # kinds of what parts hand on
 STEP, WHOLE, PIPELINE = "step", "whole", "pipeline"
 WEIGHT = "weight of micro-batches"  # how the names of the sums of what losses are means over begin

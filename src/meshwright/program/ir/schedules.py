@@ -1,7 +1,7 @@
 """Schedules of a pipeline as data: which rank runs which part of which micro-batch, in which order.
 
-A micro-batch has two parts on each stage, **F**, its forward, and **B**, its backward; or three, with the backward cut
-into **I**, what the gradient that is sent back needs, and **W**, the gradients of parameters, which nobody waits for.
+A micro-batch has two parts on each stage, its forward and its backward; or three, with the backward cut into what the
+gradient that is sent back needs, and the gradients of parameters, which nobody waits for (:class:`StagePart`).
 1F1B is Narayanan et al.'s (PipeDream-Flush, 2021), the cut that of Qi et al. (Zero Bubble Pipeline Parallelism, 2024).
 
 All is pure: a schedule is made, checked and timed before anything runs.
@@ -13,27 +13,92 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property, lru_cache
+from typing import Any
 
 from ... import drawing
 from ...errors import ProgramError
 
 
+class StagePart(StrEnum):
+    """What a stage of a pipeline runs, by PyTorch's words; the letters are those of schedules on paper.
+
+    Attributes:
+        FORWARD: of a micro-batch.
+        BACKWARD: of a micro-batch, all of it.
+        BACKWARD_INPUT: what the gradient that is sent back needs.
+        BACKWARD_WEIGHT: the gradients of the stage's parameters.
+        SEND_PARAMS: once for all micro-batches: parameters to other stages that use them.
+        UNSHARD: gathers and casts the parameters that the stage uses.
+        REDUCE_GRAD: once for all micro-batches: sums gradients over ranks.
+    """
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND_PARAMS = "P"
+    UNSHARD = "G"
+    REDUCE_GRAD = "R"
+
+    __hash__ = str.__hash__  # a letter finds its part in a dict, and the other way round
+
+    @property
+    def once(self) -> bool:
+        """Whether it runs once for all micro-batches."""
+        return self in (StagePart.SEND_PARAMS, StagePart.REDUCE_GRAD)
+
+    @property
+    def ends(self) -> bool:
+        """Whether nothing of its micro-batch is left to the stage behind it."""
+        return self in (StagePart.BACKWARD, StagePart.BACKWARD_WEIGHT)
+
+    @property
+    def carrier(self) -> StagePart:
+        """The part whose messages come and go with it: a gradient goes back as soon as there is one."""
+        return StagePart.BACKWARD if self is StagePart.BACKWARD_INPUT else self
+
+    @property
+    def readers(self) -> tuple[StagePart, ...]:
+        """Parts that may read what comes with it."""
+        return _READERS.get(self, _BACKWARDS)
+
+
+_BACKWARDS = (StagePart.BACKWARD, StagePart.BACKWARD_INPUT, StagePart.BACKWARD_WEIGHT)
+_READERS = {
+    StagePart.FORWARD: (StagePart.FORWARD,),
+    StagePart.SEND_PARAMS: (StagePart.UNSHARD, StagePart.FORWARD, *_BACKWARDS),
+    StagePart.REDUCE_GRAD: (StagePart.REDUCE_GRAD,),
+}
+
+
 @dataclass(frozen=True, order=True)
 class Action:
-    """One run of a part (``"F"``, ``"B"``, ``"I"`` or ``"W"``) of a stage, for a micro-batch."""
+    """One run of a part of a stage, for a micro-batch; the part may be said by its letter.
 
-    part: str
+    Raises:
+        ProgramError: there is no such part.
+    """
+
+    part: StagePart
     stage: int
     micro: int
+
+    def __post_init__(self) -> None:
+        if self.part not in list(StagePart):
+            raise ProgramError(f"an action of part {self.part!r}: one of {', '.join(StagePart)} was expected")
+        object.__setattr__(self, "part", StagePart(self.part))
 
     def __str__(self) -> str:
         return f"{self.part}{self.micro} of stage {self.stage}"
 
 
 # The first sends on, the second back, the last frees.
-PARTS = {"gpipe": "FB", "1f1b": "FB", "zero-bubble": "FIW", "looped": "FB", "v": "FIW"}
-COST = {"F": 1, "B": 2, "I": 1, "W": 1}
+_WHOLE = (StagePart.FORWARD, StagePart.BACKWARD)
+_SPLIT = (StagePart.FORWARD, StagePart.BACKWARD_INPUT, StagePart.BACKWARD_WEIGHT)
+PARTS = {"gpipe": _WHOLE, "1f1b": _WHOLE, "zero-bubble": _SPLIT, "looped": _WHOLE, "v": _SPLIT}
+COST = {StagePart.FORWARD: 1, StagePart.BACKWARD: 2, StagePart.BACKWARD_INPUT: 1, StagePart.BACKWARD_WEIGHT: 1}
 LOOPED, V = "looped", "v"  # of which a rank has several stages
 
 
@@ -96,8 +161,8 @@ def _looped(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[
     count = max(1, micro_batches // ranks)
     cuts = [-(-i * micro_batches // count) for i in range(count + 1)]
     groups = [range(a, b) for a, b in itertools.pairwise(cuts)]
-    ahead = [Action("F", c * ranks + rank, k) for g in groups for c in range(chunks) for k in g]
-    back = [Action("B", c * ranks + rank, k) for g in groups for c in reversed(range(chunks)) for k in g]
+    ahead = [Action(StagePart.FORWARD, c * ranks + rank, k) for g in groups for c in range(chunks) for k in g]
+    back = [Action(StagePart.BACKWARD, c * ranks + rank, k) for g in groups for c in reversed(range(chunks)) for k in g]
     # The first backward follows the last stage's forward of its group; the ranks in front are as much further.
     first = min(len(ahead), (chunks - 1) * len(groups[0]) + 2 * (ranks - 1 - rank))
     yield from ahead[:first]
@@ -134,24 +199,24 @@ def _greedy(name: str, homes: Sequence[int], most: Sequence[int], micro_batches:
 
 
 def _by_rule(
-    rule: Sequence[str], parts: str, homes: Sequence[int], most: Sequence[int], micro_batches: int
+    rule: Sequence[str], parts: Sequence[StagePart], homes: Sequence[int], most: Sequence[int], micro_batches: int
 ) -> tuple[int, list[list[Action]]]:
     """When all is done, and the orders."""
     stages, now, left = len(homes), 0, len(parts) * len(homes) * micro_batches
     own = [[s for s, home in enumerate(homes) if home == rank] for rank in range(len(most))]
-    wanted = [[(r[0], mine[int(r[1])]) for r in rule] for mine in own]
-    ends: dict[str, list[list[int]]] = {p: [[] for _ in homes] for p in parts}
+    wanted = [[(StagePart(r[0]), mine[int(r[1])]) for r in rule] for mine in own]
+    ends: dict[StagePart, list[list[int]]] = {p: [[] for _ in homes] for p in parts}
     orders: list[list[Action]] = [[] for _ in most]
     free = [0] * len(most)
 
     waits = {(p, s): list(_waits(p, s, stages)) for p in parts for s in range(stages)}
 
-    def ready(part: str, stage: int, rank: int) -> bool:
+    def ready(part: StagePart, stage: int, rank: int) -> bool:
         k = len(ends[part][stage])
         if k == micro_batches:
             return False
-        if part == "F":
-            held = sum(len(ends["F"][s]) - len(ends[parts[-1]][s]) for s in own[rank])
+        if part is StagePart.FORWARD:
+            held = sum(len(ends[part][s]) - len(ends[parts[-1]][s]) for s in own[rank])
             # What comes last must have room, or nothing is ever freed.
             if held >= most[rank] - (stage != own[rank][-1]):
                 return False
@@ -176,16 +241,17 @@ def before(a: Action, stages: int) -> Iterator[Action]:
     return (Action(part, stage, a.micro) for part, stage in _waits(a.part, a.stage, stages))
 
 
-def _waits(part: str, stage: int, stages: int) -> Iterator[tuple[str, int]]:
+def _waits(part: StagePart, stage: int, stages: int) -> Iterator[tuple[StagePart, int]]:
     """For which parts of which stages a part waits, of the same micro-batch."""
-    if part == "F" and stage:
-        yield "F", stage - 1
-    elif part in "BI":
-        yield "F", stage
+    if part is StagePart.FORWARD:
+        if stage:
+            yield part, stage - 1
+    elif part is StagePart.BACKWARD_WEIGHT:
+        yield StagePart.BACKWARD_INPUT, stage
+    else:
+        yield StagePart.FORWARD, stage
         if stage + 1 < stages:
             yield part, stage + 1
-    elif part == "W":
-        yield "I", stage
 
 
 @dataclass(frozen=True)
@@ -205,7 +271,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         listed = Counter(a for order in self.orders for a in order)
-        parts = "FB" if any(a.part == "B" for a in listed) else "FIW"
+        parts = _WHOLE if any(a.part is StagePart.BACKWARD for a in listed) else _SPLIT
         wanted = {Action(p, s, k) for p in parts for s in range(self.stages) for k in range(self.micro_batches)}
         if missing := sorted(wanted - set(listed)):
             raise ProgramError(f"{self.name} has no {missing[0]}")
@@ -222,7 +288,7 @@ class Schedule:
     @cached_property
     def split(self) -> bool:
         """Whether the backward is cut into I and W."""
-        return any(a.part == "W" for order in self.orders for a in order)
+        return any(a.part is StagePart.BACKWARD_WEIGHT for order in self.orders for a in order)
 
     @cached_property
     def stages(self) -> int:
@@ -240,7 +306,7 @@ class Schedule:
         """How many there are."""
         return 1 + max((a.micro for order in self.orders for a in order), default=-1)
 
-    def times(self, cost: Mapping[str, float] = COST) -> dict[Action, tuple[float, float]]:
+    def times(self, cost: Mapping[Any, float] = COST) -> dict[Action, tuple[float, float]]:
         """When each action begins and ends.
 
         Args:
@@ -269,7 +335,7 @@ class Schedule:
                 waits.append(f"rank {rank} waits in {order[at[rank]]} for {b}, which rank {rank_of[b]} runs later")
         return "; ".join(waits)
 
-    def bubble(self, cost: Mapping[str, float] = COST) -> float:
+    def bubble(self, cost: Mapping[Any, float] = COST) -> float:
         """The share of the time in which ranks wait."""
         times = self.times(cost)
         end = max((t for _, t in times.values()), default=0.0)
@@ -277,7 +343,9 @@ class Schedule:
 
     def held(self, rank: int) -> int:
         """The most micro-batches of which a rank holds what their backward needs."""
-        return max(itertools.accumulate({"F": 1, "I": 0}.get(a.part, -1) for a in self.orders[rank]), default=0)
+        return max(
+            itertools.accumulate((a.part is StagePart.FORWARD) - a.part.ends for a in self.orders[rank]), default=0
+        )
 
     def check_memory(self, limit: int) -> None:
         """Raises ProgramError where a rank would hold more micro-batches than ``limit``."""
@@ -287,9 +355,9 @@ class Schedule:
 
     def _repr_html_(self) -> str:
         """Bars along time, for notebooks: a row for each rank, its color by the part."""
-        times, colors = self.times(), {"F": 0, "B": 1, "I": 1, "W": 2}
+        times, colors = self.times(), {StagePart.FORWARD: 0, StagePart.BACKWARD_WEIGHT: 2}
         rows = [
-            (f"rank {rank}", [(f"{a.part}{a.micro}", *times[a], drawing.tint(colors[a.part])) for a in order])
+            (f"rank {rank}", [(f"{a.part}{a.micro}", *times[a], drawing.tint(colors.get(a.part, 1))) for a in order])
             for rank, order in enumerate(self.orders)
         ]
         end = max((t for _, t in times.values()), default=1.0)
@@ -310,4 +378,4 @@ class Schedule:
         return "\n".join((*lines, f"bubble {self.bubble():.1%}"))
 
 
-__all__ = ["COST", "PARTS", "Action", "Schedule", "before", "schedule"]
+__all__ = ["COST", "PARTS", "Action", "Schedule", "StagePart", "before", "schedule"]

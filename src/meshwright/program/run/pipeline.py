@@ -19,8 +19,8 @@ from ...mesh import Mesh
 from ...ranks import runtime
 from ...tensor import DistTensor, wrap
 from ..ir.nodes import Value, checked_value
-from ..ir.program import ONCE, Message, Staging
-from ..ir.schedules import Action
+from ..ir.program import Message, Staging
+from ..ir.schedules import Action, StagePart
 from .bind import BoundProgram, CompiledVariant
 
 Tensor = torch.Tensor
@@ -120,14 +120,13 @@ class _Run:
 
     def _of(self, a: Action) -> list[Message]:
         """What goes and comes with an action."""
-        which = "B" if a.part == "I" else a.part
-        return [m for m in self.of.how.messages if m.part == which and a.stage in (m.src, m.dst)]
+        return [m for m in self.of.how.messages if m.part is a.part.carrier and a.stage in (m.src, m.dst)]
 
     def every(self) -> None:
         """Run the actions of this rank."""
         how, here, place = self.of.how, self.of.here, 0
         for a in how.actions(here):
-            if a.part in ONCE:
+            if a.part.once:
                 self._once(a)
                 continue
             self._one(a)
@@ -152,14 +151,14 @@ class _Run:
     def _once(self, a: Action) -> None:
         """Run a part that runs once for all micro-batches, where a stage has it."""
         name = self.of.how.name(a.part, a.stage)
-        if a.part == "R":
+        if a.part is StagePart.REDUCE_GRAD:
             self.came.pop(a.stage, None)
             self.of.fold(name)
         bound = self.of.readies[0].parts.get(name)
         if bound is None:
             return
         crossing = self._of(a)
-        came = [m for m in crossing if m.dst == a.stage and a.part == "R"]
+        came = [m for m in crossing if m.dst == a.stage and a.part is StagePart.REDUCE_GRAD]
         made = bound.values([], {m.name: self._received(m, 0) for m in came})
         named = {(o.kind, o.name): t for o, t in zip(bound.program.outputs, made, strict=True)}
         self.reduced.update((name, t) for (kind, name), t in named.items() if kind == "reduced")
@@ -171,7 +170,7 @@ class _Run:
         bound = self.of.readies[a.micro].parts[self.of.how.name(a.part, a.stage)]
         given = self.held.setdefault((a.stage, a.micro), {})
         came = {m.name: self._received(m, a.micro) for m in self._of(a) if m.dst == a.stage}
-        last = a.part in "BW"
+        last = a.part.ends
         passed = {**(self.held.pop((a.stage, a.micro)) if last else given), **came, **self._gathered(bound, a)}
         with self.drawing(a.micro):
             made = bound.values(self.of.micros[a.micro], passed)
@@ -193,10 +192,10 @@ class _Run:
             return {}
         came, made = self.came.get(a.stage), self.gathered.setdefault(a.stage, {})
         if came is None:
-            of = [m for m in self.of.how.messages if m.part == "P" and m.dst == a.stage]
+            of = [m for m in self.of.how.messages if m.part is StagePart.SEND_PARAMS and m.dst == a.stage]
             came = self.came[a.stage] = {m.name: self._received(m, 0) for m in of}
         if any(name not in made and name not in came for name in wanted):
-            g = self.of.readies[a.micro].parts[self.of.how.name("G", a.stage)]
+            g = self.of.readies[a.micro].parts[self.of.how.name(StagePart.UNSHARD, a.stage)]
             made.update(zip([o.name for o in g.program.outputs], g.values([], dict(came)), strict=True))
         return {name: came[name] if name in came else made[name] for name in wanted}
 
@@ -235,7 +234,7 @@ class _Run:
 
     def _value(self, m: Message, micro: int) -> Value:
         bounds = self.of.readies[micro].parts
-        for part in {"F": "F", "P": "GFBIW", "R": "R"}.get(m.part, "BIW"):
+        for part in m.part.readers:
             name = self.of.how.name(part, m.dst)
             for _, given, value in bounds[name].passed if name in bounds else ():
                 if given.name == m.name:

@@ -8,14 +8,12 @@ from typing import Any
 
 from ...mesh import Mesh
 from ..ir.nodes import Value
-from ..ir.program import ONCE, Message, Staging
-from ..ir.schedules import Action
+from ..ir.program import Message, Staging
+from ..ir.schedules import Action, StagePart
 from ..run.bind import BoundProgram
 from . import helpers
 from .bundle import Bundle
 from .functions import wrapped
-
-_READS = {"F": "F", "P": "GFBIW", "R": "R"}  # of a message, the parts that may read it
 
 
 class StageActions:
@@ -71,7 +69,7 @@ class StageActions:
         yield "    held, gathered, came = {}, {}, {}  # by stage and micro-batch; by stage"
         place = 0
         for a in self.how.actions(self.here):
-            if a.part in ONCE:
+            if a.part.once:
                 yield from self._once(a)
                 continue
             yield from self._one(a)
@@ -88,8 +86,7 @@ class StageActions:
         return self.lists.setdefault(tuple(names), f"VALUES_{len(self.lists)}")
 
     def _messages(self, a: Action) -> list[Message]:
-        which = "B" if a.part == "I" else a.part
-        return [m for m in self.how.messages if m.part == which and a.stage in (m.src, m.dst)]
+        return [m for m in self.how.messages if m.part is a.part.carrier and a.stage in (m.src, m.dst)]
 
     def _one(self, a: Action) -> Iterator[str]:
         part = self.how.name(a.part, a.stage)
@@ -98,7 +95,7 @@ class StageActions:
         wanted = [given.name for _, given, _ in bound.passed if given.kind == "gathered"]
         if wanted:
             yield from self._gather(a, wanted)
-        last = a.part in "BW"
+        last = a.part.ends
         parts = [f"held.pop({key})" if last else f"held.setdefault({key}, {{}})"]
         if wanted:
             parts.append(f"{{k: came[{a.stage}].get(k, gathered[{a.stage}].get(k)) for k in {self._list(wanted)}}}")
@@ -111,13 +108,13 @@ class StageActions:
 
     def _gather(self, a: Action, wanted: list[str]) -> Iterator[str]:
         if a.stage not in self.came:
-            of = [m for m in self.how.messages if m.part == "P" and m.dst == a.stage]
+            of = [m for m in self.how.messages if m.part is StagePart.SEND_PARAMS and m.dst == a.stage]
             self.came[a.stage] = {m.name for m in of}
             yield f"    came[{a.stage}] = {' | '.join(self._received(m, 0) for m in of) or '{}'}"
         if f"gathered.{a.stage}" not in {f"gathered.{s}" for s, _ in self.gathered}:
             yield f"    gathered.setdefault({a.stage}, {{}})"
         if any((a.stage, k) not in self.gathered and k not in self.came[a.stage] for k in wanted):
-            g = self.how.name("G", a.stage)
+            g = self.how.name(StagePart.UNSHARD, a.stage)
             outputs = [o.name for o in self.parts[g].program.outputs]
             self.gathered |= {(a.stage, name) for name in outputs}
             yield f"    gathered[{a.stage}] |= {self._name(g)}(w, micros[{a.micro}], dict(came[{a.stage}]))"
@@ -125,11 +122,11 @@ class StageActions:
     def _once(self, a: Action) -> Iterator[str]:
         part = self.how.name(a.part, a.stage)
         bound = self.parts.get(part)
-        if a.part == "R":
+        if a.part is StagePart.REDUCE_GRAD:
             yield f"    came.pop({a.stage}, None)"
         if bound is None:
             return
-        came = [self._received(m, 0) for m in self._messages(a) if m.dst == a.stage and a.part == "R"]
+        came = [self._received(m, 0) for m in self._messages(a) if m.dst == a.stage and a.part is StagePart.REDUCE_GRAD]
         yield f"    made = {self._name(part)}(w, batch, {' | '.join(came) or '{}'})"
         names = [o.name for o in bound.program.outputs if o.kind == "reduced"]
         if names:
@@ -162,7 +159,7 @@ class StageActions:
         return self.how.messages.index(m) * self.how.schedule.micro_batches + micro
 
     def _value(self, m: Message) -> Value:
-        for part in _READS.get(m.part, "BIW"):
+        for part in m.part.readers:
             bound: BoundProgram | None = self.parts.get(self.how.name(part, m.dst))
             for _, given, value in bound.passed if bound is not None else ():
                 if given.name == m.name:
