@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.dispatch.local_comm import LocalComm
 from meshwright.dispatch.rows import RowExchange
-from meshwright.dispatch.sending import Sending
 from meshwright.dispatch.written_arguments import into, written
 from meshwright.errors import DispatchError
 from meshwright.ranks import runtime
@@ -32,14 +32,14 @@ def of_rank(at: int, *shape: int) -> Tensor:
     return torch.arange(float(torch.Size(shape).numel()), dtype=F64).view(shape) + 100 * at
 
 
-def ran(send: Callable[[Sending, Tensor], Tensor], *shape: int) -> list[Any]:
+def ran(send: Callable[[LocalComm, Tensor], Tensor], *shape: int) -> list[Any]:
     """Of the ranks along the first axis: what arrives, the gradient of its sum with its own numbers, and records."""
 
     def rank() -> Any:
         runtime.RT.records = []
         try:
             x = own(*shape)
-            made = send(Sending("an op", MESH), x)
+            made = send(LocalComm("an op", MESH), x)
             if made.requires_grad:
                 (made * made.detach()).sum().backward()
             return made.detach(), x.grad, list(runtime.RT.records)
@@ -79,7 +79,7 @@ def test_a_rank_sends_to_another_one() -> None:
 
 
 def test_all_ranks_have_the_parts_of_all() -> None:
-    found = ran(lambda s, x: s.whole(x, (0,), 0, [2] * N, "since"), 2, 2)
+    found = ran(lambda s, x: s.all_gather(x, (0,), 0, [2] * N, "since"), 2, 2)
     whole = torch.cat([of_rank(i, 2, 2) for i in range(N)])
     for i, (made, grad, records) in enumerate(found):
         torch.testing.assert_close(made, whole)
@@ -91,7 +91,7 @@ def test_all_ranks_have_the_parts_of_all() -> None:
 
 
 def test_each_rank_has_its_part_of_the_sum() -> None:
-    found = ran(lambda s, x: s.part(x, (0,), 1, [2, 2, 1], "since"), 2, 5)
+    found = ran(lambda s, x: s.reduce_scatter(x, (0,), 1, [2, 2, 1], "since"), 2, 5)
     whole = sum(of_rank(i, 2, 5) for i in range(N))
     assert isinstance(whole, Tensor)
     for (made, grad, records), part in zip(found, whole.split([2, 2, 1], 1), strict=True):
@@ -104,7 +104,7 @@ def test_each_rank_has_its_part_of_the_sum() -> None:
 def test_dims_change_places() -> None:
     """Six columns of a rank's two rows become two columns of all six rows."""
     way = AllToAllSpec(1, (2, 2, 2), 0, (2, 2, 2))
-    found = ran(lambda s, x: s.swap(x, (0,), way, "since"), 2, 6)
+    found = ran(lambda s, x: s.all_to_all(x, (0,), way, "since"), 2, 6)
     whole = torch.cat([of_rank(i, 2, 6) for i in range(N)])
     for i, (made, grad, records) in enumerate(found):
         torch.testing.assert_close(made, whole[:, 2 * i : 2 * i + 2])
@@ -115,21 +115,21 @@ def test_dims_change_places() -> None:
 
 def test_what_belongs_to_a_backward_is_sent_once() -> None:
     for send in (
-        lambda s, x: s.whole(x.detach(), (0,), 0, [2] * N, "since", "backward"),
-        lambda s, x: s.part(x.detach(), (0,), 0, [2, 0, 0], "since", "backward"),
-        lambda s, x: s.swap(x.detach(), (0,), AllToAllSpec(1, (2, 2, 2), 0, (2, 2, 2)), "since", "backward"),
+        lambda s, x: s.all_gather(x.detach(), (0,), 0, [2] * N, "since", "backward"),
+        lambda s, x: s.reduce_scatter(x.detach(), (0,), 0, [2, 0, 0], "since", "backward"),
+        lambda s, x: s.all_to_all(x.detach(), (0,), AllToAllSpec(1, (2, 2, 2), 0, (2, 2, 2)), "since", "backward"),
     ):
         for _, grad, records in ran(send, 2, 6):
             assert grad is None
             ((*_, again, why, phase),) = told(records)
             assert (again, why, phase) == (0.0, "since", "backward")
-    for _, _, records in ran(lambda s, x: s.whole(x, (0,), 0, [2] * N, "since", "backward"), 2, 6):
+    for _, _, records in ran(lambda s, x: s.all_gather(x, (0,), 0, [2] * N, "since", "backward"), 2, 6):
         assert [r[-2:] for r in told(records)] == [("since", "backward")] * 2
 
 
 def test_numbers_of_all_ranks_take_no_gradient() -> None:
     whole = torch.cat([of_rank(i, 2) for i in range(N)])
-    for made, grad, records in ran(lambda s, x: s.gather(x, (0,), "since"), 2):
+    for made, grad, records in ran(lambda s, x: s.gather_numbers(x, (0,), "since"), 2):
         torch.testing.assert_close(made, whole)
         assert grad is None
         assert told(records) == [(("all_gather",), (2,), 32, 0.0, "since", "forward")]
@@ -138,7 +138,7 @@ def test_numbers_of_all_ranks_take_no_gradient() -> None:
 def test_without_records_nothing_is_recorded() -> None:
     def rank() -> Any:
         x = own(2, 2)
-        made = Sending("an op", MESH).whole(x, (0,), 0, [2] * N, "since")
+        made = LocalComm("an op", MESH).all_gather(x, (0,), 0, [2] * N, "since")
         made.sum().backward()
         assert runtime.RT.records is None
         return made.detach(), x.grad
@@ -152,7 +152,7 @@ def test_rows_that_ranks_want() -> None:
     """Two rows of three columns on each rank: a rank has at most all rows of the others, 2/3 of what there is."""
     wanted = torch.ones(N, 2 * N, dtype=torch.bool)
 
-    def exchange(s: Sending) -> RowExchange:
+    def exchange(s: LocalComm) -> RowExchange:
         return RowExchange(s.op, s.mesh, (0,), (2,) * N, "since")
 
     whole = torch.cat([of_rank(i, 2, 3) for i in range(N)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -13,60 +12,40 @@ from .. import collective
 from ..errors import ExplicitError
 from ..mesh import Mesh
 from ..ranks import runtime
+from ..rules.strategies import Spans
 from .sending import Send, recorded, sent
 
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """Rows that ranks send each other, in one call of an op."""
-
-    op: str
-    mesh: Mesh
-
-    def __call__(
-        self, x: Tensor, dim: int, axes: tuple[int, ...], held: Sequence[Sequence[tuple[int, int]]],
-        wanted: Sequence[Sequence[tuple[int, int]]], why: str,
-    ) -> Tensor:  # fmt: skip
-        """The rows that this rank wants, wherever they are; their gradients go back there and are added up.
-
-        Args:
-            x: the rows that this rank has, along ``dim``; what lies behind them is left alone.
-            axes: the mesh axes of the group.
-            held: of each rank of the group, (start, stop) of the rows that it has, in the order in which they lie.
-            wanted: of each rank, the rows that it wants, likewise; each of them is held by one rank.
-            why: for the record.
-
-        Raises:
-            ExplicitError: inside ``mw.explicit()``, where something would be sent.
-        """
-        group = collective.group(self.mesh, axes)
-        table, give, take = _way(_frozen(held), _frozen(wanted), group.index)
-        if sum(table) and runtime.RT.explicit:
-            names = ", ".join(group.axes)
-            raise ExplicitError(
-                f"{self.op} would send rows over {names}, as {why}. Inside mw.explicit() this must be asked for: "
-                "mw.reshard(x, placements) before the call"
-            )
-        if x.ndim == 1:  # torch.cat does not differentiate vectors of no elements twice
-            return self(x.unsqueeze(1), 0, axes, held, wanted, why).squeeze(1)
-        own = [x.narrow(dim, start, length) for source, start, length in take if source == group.index]
-        if sum(table):
-            given = torch.cat([x.narrow(dim, start, length) for start, length in give] or [x.narrow(dim, 0, 0)], dim)
-            n = group.size
-            turned = tuple([table[j * n + i] for i in range(n) for j in range(n)])
-            send = Send("exchange_rows", (dim, table), "exchange_rows", (dim, turned))
-            back = _got(given, dim, table, group)
-            said = recorded(self.op, send.kind, given, given.shape, group, why, send.bytes(given, group), back)
-            got = sent(given, send, group, said)
-        else:
-            got = x.narrow(dim, 0, 0)
-        left = iter(own)
-        pieces = [
-            next(left) if source == group.index else got.narrow(dim, start, length) for source, start, length in take
-        ]
-        return torch.cat([*pieces, got.narrow(dim, 0, 0)], dim)  # whoever gets nothing is in the graph all the same
+def fetch_rows(
+    op: str, mesh: Mesh, x: Tensor, dim: int, axes: tuple[int, ...], held: Spans, wanted: Spans, why: str
+) -> Tensor:
+    """See :meth:`~meshwright.dispatch.local_comm.LocalComm.fetch_rows`."""
+    group = collective.group(mesh, axes)
+    table, give, take = _way(_frozen(held), _frozen(wanted), group.index)
+    if sum(table) and runtime.RT.explicit:
+        names = ", ".join(group.axes)
+        raise ExplicitError(
+            f"{op} would send rows over {names}, as {why}. Inside mw.explicit() this must be asked for: "
+            "mw.reshard(x, placements) before the call"
+        )
+    if x.ndim == 1:  # torch.cat does not differentiate vectors of no elements twice
+        return fetch_rows(op, mesh, x.unsqueeze(1), 0, axes, held, wanted, why).squeeze(1)
+    own = [x.narrow(dim, start, length) for source, start, length in take if source == group.index]
+    if sum(table):
+        given = torch.cat([x.narrow(dim, start, length) for start, length in give] or [x.narrow(dim, 0, 0)], dim)
+        n = group.size
+        turned = tuple([table[j * n + i] for i in range(n) for j in range(n)])
+        send = Send("exchange_rows", (dim, table), "exchange_rows", (dim, turned))
+        back = _got(given, dim, table, group)
+        said = recorded(op, send.kind, given, given.shape, group, why, send.bytes(given, group), back)
+        got = sent(given, send, group, said)
+    else:
+        got = x.narrow(dim, 0, 0)
+    left = iter(own)
+    pieces = [next(left) if source == group.index else got.narrow(dim, start, length) for source, start, length in take]
+    return torch.cat([*pieces, got.narrow(dim, 0, 0)], dim)  # whoever gets nothing is in the graph all the same
 
 
 def _got(given: Tensor, dim: int, table: Sequence[int], group: collective.Group) -> float:

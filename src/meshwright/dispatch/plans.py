@@ -26,10 +26,8 @@ from ..strategy_selection import Choice, Search, Types, carries_grad, choose, su
 from . import autocast, results
 from .binding import Args, Kwargs
 from .calls import Op, disabled, map_tensors, mesh_of, resolve, spec_of, tensors_in
-from .exchange import Exchange
+from .local_comm import LocalComm
 from .results import Outputs
-from .rows import RowExchange
-from .sending import Sending
 from .written_arguments import into, written
 
 Tensor = torch.Tensor
@@ -297,10 +295,8 @@ class _Planner:
 
     def _ruled(self, rule: Rule, choice: Choice, graded: bool, line: ShapePolymorphicPlan | None = None) -> CallPlan:
         op, specs, outputs = self.op, self.specs, choice.outputs
-        sends: tuple[Any, ...] = ()
-        if rule.local is not None:
-            sends = Sending(op.name, self.mesh), Exchange(op.name, self.mesh), partial(RowExchange, op.name, self.mesh)
-        ctx = Local(rule, choice.inputs, outputs, self.mesh.coordinate(runtime.RT.rank), *sends)
+        comm = None if rule.local is None else LocalComm(op.name, self.mesh)
+        ctx = Local(rule, choice.inputs, outputs, self.mesh.coordinate(runtime.RT.rank), comm)
         fn = None if rule.local is None else rule.local(ctx)
         own = fn is not None and not isinstance(fn, Native)
         if fn is not None and not self._is_native(fn):

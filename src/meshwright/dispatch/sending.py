@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from .. import collective
 from ..layout import wire_name
-from ..mesh import Mesh
 from ..ranks import runtime
 from ..resharding.record import LOCAL, Record
-from ..rules.strategies import AllToAllSpec
 
 Tensor = torch.Tensor
 Said = Record | collective.Served | None
@@ -55,54 +53,6 @@ def sent(x: Tensor, send: Send, group: collective.Group, said: Said) -> Tensor:
     """What arrives; the gradient goes back by the transpose."""
     made: Tensor = _Sent.apply(x, send, group, said)
     return made
-
-
-@dataclass(frozen=True)
-class Sending:
-    """Sends of one call of an op.  All that decides on them is metadata, which all ranks share."""
-
-    op: str
-    mesh: Mesh
-
-    def permute(self, x: Tensor, axes: tuple[int, ...], targets: Sequence[int], why: str) -> Tensor:
-        """What the rank sends whose target this one is; the gradient goes the other way.
-
-        Args:
-            x: of the same shape on all ranks of the group.
-            axes: the mesh axes of the group.
-            targets: to which position the rank at each position of the group sends.
-            why: for the record.
-        """
-        inverse = tuple(targets.index(i) for i in range(len(targets)))
-        return self._sent(x, axes, Send("permute", (tuple(targets),), "permute", (inverse,)), why)
-
-    def swap(self, x: Tensor, axes: tuple[int, ...], way: AllToAllSpec, why: str, phase: str = "forward") -> Tensor:
-        """An all-to-all over the group of some axes; the gradient goes back."""
-        return self._sent(x, axes, Send("all_to_all", tuple(way), "all_to_all", tuple(way.back())), why, phase)
-
-    def whole(
-        self, x: Tensor, axes: tuple[int, ...], dim: int, sizes: Sequence[int], why: str, phase: str = "forward"
-    ) -> Tensor:
-        """The parts of all ranks along a dim, of these sizes, one behind the other; gradients are added up."""
-        said = dim, tuple(sizes)
-        return self._sent(x, axes, Send("all_gather", said, "reduce_scatter", said), why, phase)
-
-    def part(
-        self, x: Tensor, axes: tuple[int, ...], dim: int, sizes: Sequence[int], why: str, phase: str = "forward"
-    ) -> Tensor:
-        """The own part of the sum over all ranks: the transpose of :meth:`whole`."""
-        said = dim, tuple(sizes)
-        return self._sent(x, axes, Send("reduce_scatter", said, "all_gather", said), why, phase)
-
-    def gather(self, x: Tensor, axes: tuple[int, ...], why: str) -> Tensor:
-        """Values of all ranks of a group, one below the other: numbers that take no gradient, of one shape."""
-        n = collective.group(self.mesh, axes).size
-        return self.whole(x.detach(), axes, 0, [x.shape[0]] * n, why)
-
-    def _sent(self, x: Tensor, axes: tuple[int, ...], send: Send, why: str, phase: str = "forward") -> Tensor:
-        group = collective.group(self.mesh, axes)
-        there = send.bytes(x, group)
-        return sent(x, send, group, recorded(self.op, send.kind, x, x.shape, group, why, there, there, phase))
 
 
 def recorded(

@@ -192,7 +192,7 @@ def _rows_rule(combine: Combine, pointwise: bool, *xs: Arg) -> Rule:
 
         def run(combine: Combine, pointwise: bool, *xs: Tensor) -> tuple[Tensor, ...]:
             made = combine.scan(xs, short=min(sizes) < 2 ** len(xs))
-            before = [ctx.exchange(x[len(x) - (own is not None) :], 0, axes, held, wanted, why) for x in made]
+            before = [ctx.comm.fetch_rows(x[len(x) - (own is not None) :], 0, axes, held, wanted, why) for x in made]
             shown = combine(*combine.of_many(_one_row(made, before)), *_one_row(made, made))
             rows = made
             if own:

@@ -243,7 +243,7 @@ def _trade(ctx: Local, rows: int, keys: int, attended: Attend) -> Callable[..., 
 
     def send(x: Tensor) -> Tensor:
         kept, given = x.split(half, -2)
-        return torch.cat([kept, ctx.sends.permute(given, axes, targets, why)], -2)
+        return torch.cat([kept, ctx.comm.permute(given, axes, targets, why)], -2)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, grouped: bool) -> Tensor:
         return send(_attend(send(query), key, value, scale, grouped, QueryRows(spans), attended))

@@ -25,7 +25,7 @@ def brought(ctx: Local, x: Tensor, dim: int, factor: str, needs: Needs, why: str
     """The rows of ``x`` that this rank's rows of the output are made of."""
     made = ctx.spans(factor, ctx.rule.crossing[factor])
     wanted = [needs(*span) if span[0] < span[1] else () for span in made]
-    return ctx.exchange(x, dim, ctx.axes(factor), [[s] for s in ctx.spans(factor)], wanted, why)
+    return ctx.comm.fetch_rows(x, dim, ctx.axes(factor), [[s] for s in ctx.spans(factor)], wanted, why)
 
 
 def own_rows(ctx: Local, factor: str) -> Span:
@@ -63,7 +63,9 @@ def scan(
         def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             made = op(x, *args, **kwargs)
             own = total(x, d, made.dtype)
-            before = ctx.exchange(own, d, axes, held, wanted, "each part of a scan begins with the totals before it")
+            before = ctx.comm.fetch_rows(
+                own, d, axes, held, wanted, "each part of a scan begins with the totals before it"
+            )
             if not first:
                 return combine(made, total(before, d, made.dtype))
             # Who has nothing before it is in the graph of the others all the same, and if these combine by what is not

@@ -177,7 +177,7 @@ def _checked_rule(given: Arg, lengths: bool, t: int) -> Rule:
         firsts = tuple(spec.local_offset(p)[0] if spec.ndim > 1 else 0 for p in places)
 
         def check(given: Tensor, lengths: bool, t: int) -> Tensor:
-            facts = ctx.sends.gather(_FACTS(given, lengths, t), tuple(range(mesh.ndim)), _COMPARED)
+            facts = ctx.comm.gather_numbers(_FACTS(given, lengths, t), tuple(range(mesh.ndim)), _COMPARED)
             return _judged(given, facts, lengths, t, alike, firsts)
 
         return check
@@ -350,9 +350,9 @@ def _local(most: Bounds | None, ctx: Local) -> LocalFn:
         n, own = len(bounds), counts[ctx.place_in("t")]
         there, why = AllToAllSpec(2, (1,) * n, 3, counts), _why(ids, bounds, causal, window)
         sent = _taken(query, dealt.order).unflatten(2, (n, own))
-        rows = ctx.sends.swap(sent, axes, there, why).squeeze(2)
+        rows = ctx.comm.all_to_all(sent, axes, there, why).squeeze(2)
         made = attended(rows, key, value, scale, which._replace(spans=(), rows=dealt.rows, documents=ids))
-        back = ctx.sends.swap(made.unsqueeze(2), axes, there.back(), why).flatten(2, 3)
+        back = ctx.comm.all_to_all(made.unsqueeze(2), axes, there.back(), why).flatten(2, 3)
         made = _taken(back, dealt.back)
         return made.reshape(*lead, *made.shape[1:])
 

@@ -230,7 +230,7 @@ def _by_rows(ctx: Local, k: int) -> LocalFn | None:
         f"each row goes once to each of {n} ranks that has one of its experts: to {need * (n - 1):.2f} of the {n - 1} "
         f"others where experts are chosen evenly, and at most all {sum(sizes)} rows come to a rank"
     )
-    rows = ctx.rows(axes, sizes, why)
+    rows = ctx.comm.route_rows(axes, sizes, why)
     starts, stops = [start for start, _ in bounds], [stop for _, stop in bounds]
 
     def run(x: Tensor, ids: Tensor, weights: Tensor, *rest: Any) -> Tensor:

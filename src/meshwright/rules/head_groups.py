@@ -54,14 +54,14 @@ class KeysGathered:
     def there(self, given: Sequence[Tensor], phase: str = "forward") -> tuple[Tensor, Tensor, Tensor]:
         """As :class:`GroupWay` has it."""
         query, key, value = given
-        k, v = (self.ctx.sends.whole(t, self.axes, 2, self.sizes, self.why, phase) for t in (key, value))
+        k, v = (self.ctx.comm.all_gather(t, self.axes, 2, self.sizes, self.why, phase) for t in (key, value))
         return query, k, v
 
     def home(self, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """As :class:`GroupWay` has it."""
         query, key, value = grads
         why = f"its gradient: {self.why}"
-        k, v = (self.ctx.sends.part(t, self.axes, 2, self.sizes, why, "backward") for t in (key, value))
+        k, v = (self.ctx.comm.reduce_scatter(t, self.axes, 2, self.sizes, why, "backward") for t in (key, value))
         return query, k, v
 
     def back(self, made: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class HeadsSwapped:
         way = AllToAllSpec(1, (x.shape[1] // (n if there else 1),) * n, 2, sizes)
         way = way if there else way.back()
         why = self.why if phase == "forward" else f"its gradient: {self.why}"
-        return cast(Tensor, self.ctx.sends.swap(x, self.axes, way, why, phase))
+        return cast(Tensor, self.ctx.comm.all_to_all(x, self.axes, way, why, phase))
 
 
 # ---------------------------------------------------------------------------------------------- what is asked for

@@ -143,7 +143,7 @@ def _rows_rule(query: Arg, key: Arg, value: Arg, decay: Arg, beta: Arg, chunk: i
             none = torch.zeros_like(chunks.after)
             # Columns of the state for one of zeros, and those of what a part does to any.
             states, after = _states(chunks, torch.cat([zeros, unit], -1), torch.cat([chunks.added, none], -1))
-            before = ctx.exchange(after.unsqueeze(0), 0, axes, held, wanted, _PASSED_ON)
+            before = ctx.comm.fetch_rows(after.unsqueeze(0), 0, axes, held, wanted, _PASSED_ON)
             first = zeros + nothing((), before)
             for own, does in ((row[..., :v], row[..., v:]) for row in before.unbind(0)):
                 first = does @ first + own

@@ -28,18 +28,14 @@ Dims = tuple[Dim, ...]
 class Local:
     """What a rule's ``local`` may ask about the rank it runs on, when a plan is made.
 
-    What a local function sends to other ranks, in the call: with ``sends`` (a ``dispatch.sending.Sending``), with
-    ``exchange(x, dim, axes, held, wanted, why)``, and with what ``rows(axes, sizes, why)`` makes.
+    In the call, a local function communicates with ``comm``, a :class:`~meshwright.dispatch.local_comm.LocalComm`.
     """
 
     def __init__(
-        self, rule: Rule, inputs: Sequence[Spec], outputs: Sequence[Spec], here: tuple[int, ...], sends: Any = None,
-        exchange: Any = None, rows: Any = None,
-    ) -> None:  # fmt: skip
+        self, rule: Rule, inputs: Sequence[Spec], outputs: Sequence[Spec], here: tuple[int, ...], comm: Any = None
+    ) -> None:
         self.rule, self.inputs, self.outputs, self.here = rule, tuple(inputs), tuple(outputs), here
-        self.sends: Any = sends
-        self.exchange: Exchange = exchange
-        self.rows: Any = rows
+        self.comm: Any = comm
 
     def out_shape(self, i: int = 0) -> tuple[int, ...]:
         """Shape of this rank's part of output ``i``."""
@@ -138,7 +134,6 @@ class AllToAllSpec(NamedTuple):
 
 LocalFn = Callable[..., Any]
 Spans = Sequence[Sequence[tuple[int, int]]]  # of each rank of a group: (start, stop) of what it has, in order
-Exchange = Callable[[torch.Tensor, int, tuple[int, ...], Spans, Spans, str], torch.Tensor]
 
 
 class Native:

@@ -44,7 +44,7 @@ def reaching(ctx: Local, attended: Callable[..., Tensor]) -> LocalFn:
     ) -> Tensor:
         wanted = [[(max(a - window + 1, 0), b)] if a < b else [] for a, b in spans]
         why = f"rows see the last {window} keys, of which other ranks have those before their own"
-        key, value = (ctx.exchange(t, t.ndim - 2, axes, held, wanted, why) for t in (key, value))
+        key, value = (ctx.comm.fetch_rows(t, t.ndim - 2, axes, held, wanted, why) for t in (key, value))
         first, last = spans[place]
         before = wanted[place][0][0] if wanted[place] else first
         which = QueryRows((0, first - before, last - first), None, None, causal, window)
