@@ -18,12 +18,11 @@ from ..dispatch import disabled
 from ..errors import CheckpointError, takes
 from ..layout import Shard, Spec
 from ..layout.pieces import SMALL, Box, inside, own_piece, stretches
-from ..local_tensor import bare
 from ..mesh import Mesh
 from ..ranks import runtime
 from ..resharding import executor
 from ..resharding.planner import plan as plan_conversion
-from ..tensor import DistTensor
+from ..tensor import local_data
 from . import files
 from .arrays import NAMES, STRETCH, bytes_of, slabs
 from .contents import Roles, configurations, model_tensors, stored_spec
@@ -189,7 +188,7 @@ def _write(path: Path, file: WholeFile, tensors: Mapping[str, Tensor], mesh: Mes
     try:
         for name, spec in file.specs.items():
             t = tensors[name]
-            local = bare(t) if isinstance(t, DistTensor) else t.detach()
+            local = local_data(t)
             for box, value in _own(spec, local, here):
                 if problem:
                     continue

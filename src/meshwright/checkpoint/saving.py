@@ -21,7 +21,7 @@ from ..local_tensor import bare
 from ..mesh import Mesh
 from ..ranks import runtime
 from ..shard.gradients.replicas import facts_of
-from ..tensor import DistTensor
+from ..tensor import DistTensor, local_data
 from . import files
 from .contents import Contents, Roles, gather, host_generators
 from .coordination import everyone, prepared
@@ -136,7 +136,7 @@ def own_parts(contents: Contents, path: Path) -> list[Part]:
         if box is None:
             continue
         t = contents.tensors[name]
-        value = bare(t) if isinstance(t, DistTensor) else t.detach()
+        value = local_data(t)
         for d, ((a, b), start) in enumerate(zip(box, spec.local_offset(here), strict=True)):
             value = value.narrow(d, a - start, b - a)
         parts.append(Part(name, box, value))

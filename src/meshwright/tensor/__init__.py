@@ -15,7 +15,7 @@ Once there are distributed tensors: ``autograd_functions`` is what becomes of ``
 """
 
 from . import methods as methods
-from .dist_tensor import DistTensor, GradientHook, call_enabled, read, whole, wrap
+from .dist_tensor import DistTensor, GradientHook, call_enabled, local_data, read, whole, wrap
 from .global_calls import GlobalCalls, tell
 from .gradients import (
     GRADIENT,
@@ -57,6 +57,7 @@ __all__ = [
     "in_slot",
     "in_spec",
     "infer",
+    "local_data",
     "of_rule",
     "read",
     "stash_assigned_grad",

@@ -642,3 +642,8 @@ def read(t: DistTensor) -> Tensor:
         return whole(t)
     finally:
         rt.tag = ""
+
+
+def local_data(t: Tensor) -> Tensor:
+    """The values that this rank has of any tensor: plain, without history, sharing memory."""
+    return bare(t) if isinstance(t, DistTensor) else t.detach()

@@ -13,10 +13,9 @@ from meshwright import collective
 from meshwright.compat import pytree
 from meshwright.dispatch import disabled
 from meshwright.errors import DataError
-from meshwright.local_tensor import bare
 from meshwright.mesh import Mesh
 from meshwright.program.run.replay import RUNNING
-from meshwright.tensor import DistTensor
+from meshwright.tensor import local_data
 from meshwright.verification.watch import Observed, Watch
 
 SAVED = "Checkpoints have the weights of earlier steps"
@@ -136,7 +135,7 @@ def _suspects(p: Tensor, optimizer: Any) -> Iterator[str]:
 
 def _is_finite(t: Tensor) -> bool:
     with disabled():
-        local = bare(t) if isinstance(t, DistTensor) else t.detach()
+        local = local_data(t)
         return not local.is_floating_point() or bool(local.isfinite().all())
 
 

@@ -23,7 +23,7 @@ from ..layout import Spec
 from ..local_tensor import bare
 from ..ranks import runtime
 from ..shard.parameters.stored import UNSHARDED, stored
-from ..tensor import DistTensor, GradientHook, methods
+from ..tensor import DistTensor, GradientHook, local_data, methods
 from ..tensor.dist_tensor import GLOBAL_METHODS
 from . import doubled
 
@@ -163,7 +163,7 @@ def random_state() -> int:
 def held(t: Tensor, seen: Observed) -> Observed:
     """``seen`` with what this rank holds of a tensor, as it is now."""
     with torch.no_grad(), disabled():
-        local = bare(t) if isinstance(t, DistTensor) else t.detach()
+        local = local_data(t)
         return replace(seen, value=local.clone(), spec=t.__dict__.get("_spec"))
 
 
