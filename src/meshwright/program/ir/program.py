@@ -126,7 +126,7 @@ class Staging:
 
     def name(self, part: StagePart, stage: int) -> str:
         """Of a part of a stage."""
-        return part.value if self.schedule.stages == len(self.schedule.orders) else f"{part}{stage}"
+        return str(part) if self.schedule.stages == len(self.schedule.orders) else f"{part}{stage}"
 
     def times(self, name: str, rank: int) -> int:
         """How often a rank of the axis runs a part in a step."""
