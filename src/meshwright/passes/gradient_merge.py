@@ -250,7 +250,7 @@ class Merge:
         read = ancestors([*unsent.values()])
         found: dict[fx.Node, int] = {}
         for node, at in unsent.items():
-            if not read.isdisjoint(_between(node, at)):
+            if not read.isdisjoint(_to_gradient(at, node)[1:]):
                 at = node
             if self.seeded:
                 at = next((n for n in _equivalent_cuts(at) if self._lies(n) is not None), at)
@@ -307,13 +307,13 @@ class Merge:
 
     def _lies(self, node: fx.Node) -> Spec | None:
         """How a gradient lies where micro-steps add it up: Partial where it is summed over ranks behind that."""
-        axes, at = set[str](), node
-        while not info_of(at).grad_of:
-            (at,) = at.users
+        axes, chain = set[str](), _to_gradient(node)
+        for at in chain[1:]:
             added = at.target is aten.add.Tensor and all(_shape(n) == _shape(at) for n in at.all_input_nodes)
             if at.target not in COLLECTIVES and at.target not in _IN_ORDER and not added:
                 return None  # a transposition, say: of a square matrix no shape would tell it
             axes |= set(str(at.args[-2]).split(",")) if is_sum(at) else set()
+        at = chain[-1]
         spec, mesh = info_of(at).grad_of[0][1], self.program.mesh
         layout = spec.layout
         for name in axes:
@@ -496,22 +496,22 @@ class Merge:
         return replace(program, inputs=(*program.inputs, Input("flush_scale", "hyper")))
 
 
+def _to_gradient(node: fx.Node, gradient: fx.Node | None = None) -> list[fx.Node]:
+    """What is summed over micro-steps, and what it becomes behind linear ops, up to the (next) gradient."""
+    chain = [node]
+    while chain[-1] is not gradient if gradient is not None else not info_of(chain[-1]).grad_of:
+        (user,) = chain[-1].users
+        chain.append(user)
+    return chain
+
+
 def _names(node: fx.Node) -> list[str]:
     """Parameters whose gradient a node is, or becomes behind linear ops."""
-    while not info_of(node).grad_of:
-        (node,) = node.users
-    return [name for name, _ in info_of(node).grad_of]
+    return [name for name, _ in info_of(_to_gradient(node)[-1]).grad_of]
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(checked_value(node).shape)
-
-
-def _between(node: fx.Node, at: fx.Node) -> Iterator[fx.Node]:
-    """A gradient and what it is made of, down to what is summed over micro-steps."""
-    while node is not at:
-        yield node
-        node = node.all_input_nodes[0]
 
 
 def _equivalent_cuts(node: fx.Node) -> Iterator[fx.Node]:
