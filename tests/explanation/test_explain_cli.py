@@ -140,7 +140,7 @@ def test_own_model(own: str) -> None:
         (("--model", "ownmodel"), "module:function was expected"),
         (("--model", "ownmodel:nothing"), "has no attribute 'nothing'"),
         (("--model", "nosuchmodule:step"), "No module named 'nosuchmodule'"),
-        (("--model", "ownmodel:wrong"), "a tuple (model, loss_fn, batch)"),
+        (("--model", "ownmodel:wrong"), "Return (model, loss_fn, batch)"),
         (("--model", "ownmodel:unknown"), "a mapping with some of fsdp, offload, layouts"),
         (("--model", "ownmodel:step", "--layers", "3"), "--layers is for the built-in models"),
         (("--mesh", "dp=2,xx=2"), "does not know it"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 import meshwright as mw
 from meshwright.train import OptionError, TrainConfig
-from meshwright.train.loop import Summary, train
+from meshwright.train.loop import Summary, subject_of, train
 from meshwright.verification.doubled import Doubled
 
 transformers = pytest.importorskip("transformers")
@@ -201,8 +202,67 @@ def unplanned(mesh):
 def other(mesh):
     return None
 
+def two(mesh, rows):
+    return step(mesh)
+
+def pair(mesh):
+    return step(mesh)[:2]
+
+def kind(mesh):
+    return nn.Linear, *step(mesh)[1:3]
+
+def unlossed(mesh):
+    return step(mesh)[0], "mse", step(mesh)[2]
+
+def alone(mesh):
+    return step(mesh)[0], lambda model: 0, step(mesh)[2]
+
+def many(mesh):
+    return step(mesh)[0], lambda model, batch: model(batch[0]), step(mesh)[2]
+
+def unrowed(mesh):
+    return *step(mesh)[:2], iter(())
+
+def listed(mesh):
+    return *step(mesh)[:3], ["layouts"]
+
+def misspelt(mesh):
+    return *step(mesh)[:3], {"layout": {}}
+
+SIZE = 3
 import meshwright as mw
 """
+
+MISTAKES = {
+    "two": r"two\(mesh, rows\) does not fit .*Write def two\(mesh\)",
+    "other": r"other returned nothing. Return \(model, loss_fn, dataset\)",
+    "pair": "pair returned a tuple of 2. Return",
+    "kind": "kind returned the class Linear first, and no nn.Module",
+    "unlossed": r"its loss_fn is a str. Return .* with loss_fn\(model, batch\)",
+    "alone": r"loss_fn\(model\) does not fit .*Write loss_fn\(model, batch\)",
+    "many": r"its loss_fn returned a tensor of shape \(2, 2\). Return the mean loss",
+    "unrowed": "without rows by number",
+    "listed": "returned a list last. Return a mapping",
+    "misspelt": "'layout'.* layouts",
+    "none": "no attribute 'none'",
+    "SIZE": "SIZE is no function .int.. Name a function",
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_function_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """One line, before anything is trained, and no traceback."""
+    (tmp_path / "mistaken.py").write_text(USERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mistaken", raising=False)
+
+    def run() -> None:
+        subject = subject_of(TrainConfig(model=f"mistaken:{name}", batch=6))
+        subject.loss(subject.model("cpu"), torch.zeros(1, 2, 6, dtype=torch.float64))
+
+    with pytest.raises(OptionError, match=MISTAKES[name]) as raised:
+        run()
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["eager", "captured"])
@@ -220,7 +280,7 @@ def test_what_a_function_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert summary.max_rel_loss_diff <= 1e-9
     assert len(seen) == 2
     assert seen[1] < seen[0]
-    for path, message in (("own_steps:other", "it returned NoneType"), ("own_steps:none", "no attribute 'none'")):
+    for path, message in (("own_steps:other", "returned nothing"), ("own_steps:none", "no attribute 'none'")):
         with pytest.raises(OptionError, match=message):
             simulated(replace(config, model=path))
     with pytest.raises(OptionError, match="--lora is for a model of Transformers"):
@@ -251,6 +311,12 @@ def test_the_example_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "example").mkdir()  # a folder of the user's comes first
     with pytest.raises(OptionError, match="--model example: name the text to train on"):
         TrainConfig(model="example")
+
+
+@pytest.mark.parametrize("layouts", ["no/such.toml", "tests"])
+def test_a_file_of_layouts_that_is_none(folder: Path, layouts: str) -> None:
+    with pytest.raises(OptionError, match=rf"--layouts {layouts}: there is no such file. Pass auto"):
+        simulated(config_for(folder, "llama", {"dp": 1}, layouts=layouts))
 
 
 def test_tokens_outside_of_the_vocabulary(folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from meshwright.train.config import StepConfig
 from meshwright.train.model import GPT, Llama, loss_of
 from meshwright.train.options import OptionError
 from meshwright.train.plan import plan_for
-from meshwright.train.users import users_function
+from meshwright.train.users import call_users_function, users_function
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,7 @@ def users(path: str, mesh: Mesh, device: str = "meta") -> Subject:
     """
     function = users_function(path)
     with torch.device(device):
-        made = function(mesh)
-    if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance(made[0], nn.Module):
-        raise OptionError(
-            f"{path}: it returned {type(made).__name__}; a tuple (model, loss_fn, batch) or (model, loss_fn, "
-            "batch, {'layouts': {...}, 'batch': {...}}) was expected"
-        )
+        made = call_users_function(path, function, mesh, "batch")
     model, loss_fn, batch, *said = made
     plan, optimizer = _plan(path, said[0] if said else {})
     return Subject(f"{type(model).__name__} of {path}", model, loss_fn, batch, plan, optimizer)

@@ -132,6 +132,11 @@ class LibraryModel(TrainingSubject):
         if config.layouts == "auto" or (config.layouts is None and "tp" in mesh.axes):
             layouts = mw.layouts(self.model("meta"), mesh, self.example(), self.loss)
         elif config.layouts is not None:
+            if not Path(config.layouts).is_file():
+                raise OptionError(
+                    f"--layouts {config.layouts}: there is no such file. Pass auto, or a file that "
+                    "mw.layouts(...).save(...) wrote."
+                )
             layouts = mw.load_layouts(config.layouts)
         return Plan(layouts, batch)
 
