@@ -206,8 +206,8 @@ class Trainer:
             torch.cuda.synchronize()
 
 
-# Loss scaling skips an update with gradients that are not finite, on all ranks, and then lowers the scale.
-WHOLE = mw.LossScale(init=1.0, growth_interval=(1 << 31) - 1)
+# Loss scaling skips an update whose loss or gradients are not finite, on all ranks, and then lowers the scale.
+WHOLE = mw.LossScale(init=1.0, growth_interval=(1 << 31) - 1, check_loss=True)
 
 
 class StaticTrainer(Trainer):

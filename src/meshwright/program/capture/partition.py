@@ -6,7 +6,7 @@ other.  Nothing here knows an op: rules, choices and conversions are those of ea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -340,13 +340,31 @@ class _Partition:
                     "parameter of the model, or say detach()"
                 )
         self.recorder.begin("gradients", "")
+        spoilt = self._spoilt({name for name, grad in zip(wanted, made, strict=False) if grad is not None})
         with torch.no_grad():
             for (name, p), grad in zip(wanted.items(), made, strict=False):
                 if grad is not None:
+                    if self.scaling is not None and name == spoilt:
+                        grad = self.scaling.spoil(grad, self.loss)
                     resolve_types(p, p.__dict__["_spec"].decided())
                     if shard_states is not None and (chunk := chunk_spec(p.__dict__["_spec"], shard_states)):
                         self.chunks[name] = chunk
                     self.grads[name] = self._reduced(name, p, grad)
+
+    def _spoilt(self, names: Collection[str]) -> str | None:
+        """The parameter whose gradient says that the loss is not finite: a small one, where the loss is computed."""
+        if self.scaling is None or not self.scaling.how.check_loss:
+            return None
+        sources = [s for s in self.captured.sources if s.kind == "param" and s.name in names]
+        stages = {s.name: self.laid.stages.get(s.node, -1) for s in sources}
+        last, several = max(stages.values(), default=-1), set(self.captured.tied.values())
+
+        def rank(source: Source) -> tuple[bool, bool, bool, int]:
+            name, spec = source.name, self.laid.specs[source.node]
+            empty = any(0 in spec.local_shape(self.mesh.coordinate(r)) for r in self.mesh.ranks)
+            return stages[name] != last, name in several, empty, spec.shape.numel()
+
+        return min(sources, key=rank).name if sources else None
 
     def _reduced(self, name: str, p: Tensor, grad: Tensor) -> Tensor:
         spec: Spec = p.__dict__["_spec"]

@@ -40,6 +40,7 @@ class LossScale:
         growth_factor: Factor after `growth_interval` updates in a row without overflow.
         backoff_factor: Factor after an overflow.
         growth_interval: Number of updates. `None` keeps the scale fixed; updates that overflow are still skipped.
+        check_loss: Skip an update whose loss is not finite, too, even if all gradients are.
 
     Raises:
         ProgramError: If a number is out of range.
@@ -55,6 +56,7 @@ class LossScale:
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int | None = 2000
+    check_loss: bool = False
 
     def __post_init__(self) -> None:
         good = 0 < self.init < math.inf and self.growth_factor > 1 and 0 < self.backoff_factor < 1
@@ -103,6 +105,11 @@ class Scaling:
     def seed(self, seed: Tensor) -> Tensor:
         """What the backward starts from."""
         return (seed * self.made[SCALE]).to(seed.dtype)
+
+    def spoil(self, grad: Tensor, loss: Tensor) -> Tensor:
+        """A gradient, filled with NaN where the loss is not finite: sums over calls and ranks keep it."""
+        local = loss.detach()
+        return grad.masked_fill((local - local) != 0, math.nan)
 
     def unscale(self, grads: Mapping[str, Tensor], kept: Collection[int]) -> dict[str, Tensor]:
         """Gradients without the scale, in memory of their own; notes whether any is not finite, on any rank.
