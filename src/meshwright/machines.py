@@ -190,6 +190,11 @@ def hardware(name: str | os.PathLike[str] | Hardware) -> Hardware:
     """
     if isinstance(name, Hardware):
         return name
+    if not isinstance(name, (str, os.PathLike)):
+        raise HardwareError(
+            f"hardware={name!r}: the name of a preset ({', '.join(PRESETS)}), or the path of a file of meshwright "
+            "calibrate, was expected"
+        )
     text = os.fspath(name)
     if text in PRESETS:
         return PRESETS[text]

@@ -80,7 +80,7 @@ def searches(name: str) -> Callable[..., PlanSearch]:
 
     def search(devices: int, mesh: mw.Mesh | None = None, fix: Any = None) -> PlanSearch:
         made = PlanSearch(step, MACHINE, MACHINE.memory, devices, mesh, fix or {})
-        made._captured, made.work, made._spaces = first.captured(), first.work, first._spaces
+        made.captures, made.work, made._spaces = first.captures, first.work, first._spaces
         return made
 
     return search

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from meshwright.errors import PlanError
+from meshwright.planner.narrow import cheapest
 from meshwright.planner.solve import NEVER, Problem, solve
 
 
@@ -178,3 +179,30 @@ def test_tables_that_do_not_fit_are_refused() -> None:
             wide.add((v, w), np.eye(10, dtype=np.int64))
     with pytest.raises(PlanError, match="Take fewer axes"):
         solve(wide)
+    found = cheapest(wide)  # 12 of 10 values: two are equal to others at least
+    assert not found.exact
+    assert found.price == wide.price(found.values) <= 4
+
+
+def test_without_tables_that_are_too_large_little_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joins of 60 entries at most: what is found is possible, and mostly the optimum."""
+    monkeypatch.setattr("meshwright.planner.solve._MOST", 60)
+    optimal = inexact = 0
+    for seed in range(60):
+        draw = random.Random(2000 + seed)
+        problem = drawn(draw, 8, 4, 8, never=0.05)
+        monkeypatch.setattr("meshwright.planner.solve._MOST", 1 << 26)
+        try:
+            least = solve(problem).price
+        except PlanError:
+            continue
+        monkeypatch.setattr("meshwright.planner.solve._MOST", 60)
+        problem.tables.forget(-1)
+        found = cheapest(problem)
+        assert found.price == problem.price(found.values) >= least
+        assert cheapest(problem).values == found.values
+        assert found.exact is (found.price == least) or not found.exact
+        optimal += found.price == least
+        inexact += not found.exact
+    assert inexact > 20
+    assert optimal > 45, optimal

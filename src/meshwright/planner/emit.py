@@ -6,11 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch.fx as fx
 
 from ..layout import LayoutLine, LayoutTable, Partial, Placement, Replicate, Shard
+from ..program.capture.module_results import leaving, modules_of
 from .folding import folded
 from .graph import PlannedOp, PlannedValue
 from .prices import PICO, REDUCED, State, Wires
@@ -99,7 +101,7 @@ class Layouts:
         op, k = value.maker
         return self.way(op).outputs[k]
 
-    @property
+    @cached_property
     def wires(self) -> Wires:
         """The axes as links."""
         return Wires(self.sizes, self.space.wires.hardware)
@@ -203,7 +205,7 @@ class Layouts:
         outputs: dict[str, Any] = {}
         nodes = {n.name: n for n in self.space.captured.graph.nodes}
         returned = Counter(
-            path for v in self.space.values.values() if v.maker is not None for path in _leaving(nodes[v.key[0]])
+            path for v in self.space.values.values() if v.maker is not None for path in leaving(nodes[v.key[0]])
         )
         for value in self.space.values.values():
             if value.maker is None or not value.dtype.is_floating_point:
@@ -224,8 +226,8 @@ class Layouts:
 
     def _module(self, node: fx.Node) -> str:
         """The innermost module whose output a node is; empty where it is that of none."""
-        stack = _modules_of(node)
-        inside = any(stack[-1:] and stack[-1] in _modules_of(user) for user in node.users if user.op != "output")
+        stack = modules_of(node)
+        inside = any(stack[-1:] and stack[-1] in modules_of(user) for user in node.users if user.op != "output")
         return stack[-1] if stack and not inside else ""
 
     # -- estimates ------------------------------------------------------------------------------------
@@ -233,17 +235,19 @@ class Layouts:
     def seconds(self, micro_batches: int = 1) -> tuple[float, float]:
         """Of ops, and of collectives on activations; each micro-batch launches all of them."""
         compute = self._computing(micro_batches)
-        critical = self.optimum.price / PICO - self._computing(1) - self._synchronized() * self.shown
-        return compute, critical + (micro_batches - 1) * self._latencies()
+        critical = self.optimum.price / PICO - self._computing(1) - sum(s for s, *_ in self.summed) * self.shown
+        return compute, critical + (micro_batches - 1) * self._latencies
 
     def _computing(self, micro_batches: int) -> float:
-        total, launch = 0.0, self.space.wires.hardware.launch * micro_batches
-        for op in self.space.ops:
-            there, back = op.seconds
-            least = (launch if there else 0.0) + (launch if back else 0.0)
-            total += op.times * max((there + back) * self.way(op).work, least)
-        return total
+        launch = self.space.wires.hardware.launch * micro_batches
+        return sum(times * max(seconds, launches * launch) for times, seconds, launches in self._computed)
 
+    @cached_property
+    def _computed(self) -> list[tuple[int, float, int]]:
+        """Of each op: how many it stands for, seconds, and its launches, forward and backward."""
+        return [(op.times, sum(op.seconds) * self.way(op).work, sum(map(bool, op.seconds))) for op in self.space.ops]
+
+    @cached_property
     def _latencies(self) -> float:
         """Seconds that collectives on activations take whatever they send."""
         total, wires = 0.0, self.wires
@@ -258,20 +262,20 @@ class Layouts:
                     total += sum(both) * wires.seconds((a,), 0.0) * value.times
         return total
 
-    def _synchronized(self) -> float:
-        """Seconds of the sums of gradients."""
-        return sum(s for s, *_ in self.summed())
-
-    def summed(self) -> Iterator[tuple[float, float, tuple[int, ...], int]]:
+    @cached_property
+    def summed(self) -> list[tuple[float, float, tuple[int, ...], int]]:
         """Of each parameter: seconds of the sum of its gradient, bytes on a rank, axes, and how many there are."""
+        made = []
         for value in self.space.values.values():
             if value.kind == "param":
                 axes, state = self.of_param(value), self.stored(value)
                 local = value.nbytes / parts_of(state, self.space.sizes)
                 n = math.prod(self.sizes[a] for a in axes)
                 sent = self.wires.seconds(axes, 2 * (n - 1) / n * local) if axes and value.learnt else 0.0
-                yield sent * value.times, local * value.times, axes, value.times
+                made.append((sent * value.times, local * value.times, axes, value.times))
+        return made
 
+    @cached_property
     def crossing(self) -> float:
         """Bytes of what blocks give to those behind them, of all blocks."""
         space, total = self.space, 0.0
@@ -281,8 +285,13 @@ class Layouts:
                 total += value.nbytes / parts_of(self.read(value), space.sizes) * value.times
         return total
 
-    def activations(self, of: Callable[[PlannedOp], bool] | None = None) -> float:
-        """Bytes that are held for the backward, roughly: of what some ops make."""
+    @cached_property
+    def activations(self) -> tuple[float, float]:
+        """Bytes that are held for the backward, roughly: of all ops, and of those outside of blocks that repeat."""
+        space = self.space
+        return self._activations(), self._activations(lambda op: not space.in_block(op))
+
+    def _activations(self, of: Callable[[PlannedOp], bool] | None = None) -> float:
         roots: dict[Any, Any] = {}
         for op in self.space.ops:
             for k, i in op.counted.views:
@@ -297,18 +306,6 @@ class Layouts:
                 local = value.nbytes / parts_of(self.read(value), self.space.sizes) * value.times
                 held[root] = max(held.get(root, 0.0), local)
         return sum(held.values())
-
-
-def _modules_of(node: fx.Node) -> list[str]:
-    """The modules whose forward a node is part of, outermost first."""
-    stack = (node.meta.get("nn_module_stack") or {}).values()
-    return [str(path).removeprefix("model").removeprefix(".") for path, _ in stack]
-
-
-def _leaving(node: fx.Node) -> list[str]:
-    """The modules of which a node is a result: what is outside of them reads it."""
-    users = [_modules_of(user) if user.op != "output" else [] for user in node.users]
-    return [path for path in _modules_of(node) if any(path not in inside for inside in users) or not users]
 
 
 def _named(roles: Sequence[str]) -> tuple[str, ...]:

@@ -25,12 +25,14 @@ from ..passes import PassManager
 from ..passes.buckets import seconds_of
 from ..program import Plan, Program
 from ..program.capture.build import build
-from ..program.capture.export import LossFn
+from ..program.capture.export import Captured, LossFn
+from ..program.capture.module_results import with_constrained_outputs
 from ..program.ir.nodes import info_of
 from ..program.ir.purposes import Purpose
 from ..program.run.pipeline import cut_batch
 from .repeats import Repeats, cut_to
 
+CapturedWith = Callable[[tuple[int, ...]], Captured]
 Key = tuple[str, ...]
 Numbers = dict[Key, float]
 _HIDES = 0.9  # of the time that ops compute, the part beside which gradients and parameters travel
@@ -84,6 +86,7 @@ def measure(
     hardware: Hardware,
     repeats: Repeats,
     passes: Sequence[str] = (),
+    captured_with: CapturedWith | None = None,
 ) -> Measured:
     """A plan in numbers.
 
@@ -91,18 +94,19 @@ def measure(
         plan_of: the plan for a model with so many blocks of each run, given what a name of the cut model stands for.
         repeats: which blocks are alike, of which two or three are kept.
         passes: over the captured step; with a pipeline ``repeats`` has no blocks.
+        captured_with: the step with so many blocks of each run, captured before; None: capture it.
 
     Raises:
         PlanError: If blocks that seem alike send different things.
     """
     counts = tuple(min(run.count, 2) for run in repeats.runs)
-    base = _numbers(step, mesh, plan_of, hardware, repeats, counts, passes)
+    base = _numbers(step, mesh, plan_of, hardware, repeats, counts, passes, captured_with)
     total = dict(base)
     for i, run in enumerate(repeats.runs):
         if run.count <= counts[i]:
             continue
         one_more = tuple(n + (i == k) for k, n in enumerate(counts))
-        more = _numbers(step, mesh, plan_of, hardware, repeats, one_more, passes)
+        more = _numbers(step, mesh, plan_of, hardware, repeats, one_more, passes, captured_with)
         for key in {*base, *more}:
             total[key] = total.get(key, 0.0) + (run.count - counts[i]) * (more.get(key, 0.0) - base.get(key, 0.0))
     return summary(total)
@@ -110,25 +114,36 @@ def measure(
 
 def _numbers(
     step: TrainedStep, mesh: Mesh, plan_of: Any, hardware: Hardware, repeats: Repeats, counts: Sequence[int],
-    passes: Sequence[str],
+    passes: Sequence[str], captured_with: CapturedWith | None,
 ) -> Numbers:  # fmt: skip
-    program = program_of(step, mesh, plan_of, repeats, counts, passes)
+    program = program_of(step, mesh, plan_of, repeats, counts, passes, captured_with)
     return numbers_of(program, hardware) if program.pipeline is None else _of_pipeline(program, hardware)
 
 
 def program_of(
-    step: TrainedStep, mesh: Mesh, plan_of: Any, repeats: Repeats, counts: Sequence[int], passes: Sequence[str]
-) -> Program:
+    step: TrainedStep, mesh: Mesh, plan_of: Any, repeats: Repeats, counts: Sequence[int], passes: Sequence[str],
+    captured_with: CapturedWith | None = None,
+) -> Program:  # fmt: skip
     """The program of a plan, for a model with so many blocks of each run."""
     manager, batch = PassManager(list(passes)), step.batch
     if manager.splits > 1:  # a program is that of a micro-batch
         leaves, tree = pytree.tree_flatten(batch)
         batch = pytree.tree_unflatten(cut_batch(leaves, manager.splits)[0], tree)
     with cut_to(step.model, repeats, counts):
-        plan = plan_of(lambda name: repeats.names(name, counts), counts)
+        plan, captured = plan_of(lambda name: repeats.names(name, counts), counts), None
+        if captured_with is not None and not (plan.recompute or plan.inputs or manager.splits > 1):
+            captured = with_constrained_outputs(captured_with(tuple(counts)), plan.outputs)
         optimizer = _of(step.optimizer, step.model)
         program = build(
-            step.model, step.loss_fn, optimizer, batch, mesh, plan, homes=manager.homes, weighing=manager.weighing
+            step.model,
+            step.loss_fn,
+            optimizer,
+            batch,
+            mesh,
+            plan,
+            homes=manager.homes,
+            weighing=manager.weighing,
+            captured=captured,
         ).program
     return manager(program)
 

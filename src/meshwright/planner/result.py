@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from ..compat import pytree
 from ..errors import PassError, PlanError, takes
 from ..explanation import Explanation, explain_program
 from ..explanation.entries import in_bytes
@@ -27,6 +28,8 @@ from .search import Candidate, PlanSearch, rows_of
 
 _TRIED = 4  # candidates that are built until one fits
 _SHOWN = 6
+_SURELY = 0.5  # part of the memory up to which an estimate surely fits
+_NOT_PROVEN = "layouts are the cheapest that were found: ops share too many values to prove that no others are cheaper"
 _PIPED = 16  # blocks up to which a pipeline is built whole
 
 
@@ -59,7 +62,6 @@ class FoundPlan:
     Attributes:
         mesh: The mesh, as a description.
         plan: Layouts and options, as a [LayoutTable][meshwright.LayoutTable]: for `compile_step(layouts=)`.
-        measured: Predicted time, bytes, collectives and memory of a step.
         candidates: Other ways that were priced, as a frontier of time against memory.
         phases: Seconds that the search took, by phase; `seconds` is their sum.
         gap: Part by which a faster plan of this space could exist, by the estimates.
@@ -67,12 +69,26 @@ class FoundPlan:
 
     mesh: Mesh
     plan: LayoutTable
-    measured: Measured
     candidates: tuple[Candidate, ...]
     phases: dict[str, float]
     gap: float
     chosen: Candidate = field(repr=False)
     search: PlanSearch = field(repr=False)
+    built: Measured | None = field(default=None, repr=False)
+
+    @property
+    def measured(self) -> Measured:
+        """Predicted time, bytes, collectives and memory of a step, from its program: after `replan` built when read.
+
+        Raises:
+            PlanError: If the program does not fit into the memory, against the estimate.
+        """
+        if self.built is None:
+            made = _measured(self.search, self.chosen)
+            if made.memory > self.search.memory:
+                raise PlanError(_too_small(self.search, made, self.chosen))
+            self.built = made
+        return self.built
 
     @property
     def seconds(self) -> float:
@@ -112,7 +128,7 @@ class FoundPlan:
             )
         axes, sizes = chosen.axes[1:] if chosen.inner else chosen.axes, chosen.space.sizes
         mesh = Mesh(dict(zip(axes, sizes, strict=True)))
-        pinned = search.fixing(mesh, {**search.fix, pattern: placement})
+        pinned = search.fixing(mesh, {**search.fix, pattern: placement}, "why")
         said = ", ".join(f"{a}: {p!r}" for a, p in placement.items())
         try:
             layouts = pinned.layouts(sizes, shown=chosen.shown)
@@ -132,14 +148,20 @@ class FoundPlan:
     def replan(self, fix: Mapping[str, Mapping[str, Any]]) -> FoundPlan:
         """Plan again with these layouts fixed too. The step is not captured again and prices are known.
 
+        The program is built at once where the estimate is close to the limit of memory, else when its numbers are read.
+
         Args:
             fix: As for `mw.plan`; a glob that was fixed before gets the new placement.
 
         Raises:
             PlanError: As `mw.plan`.
         """
-        search = self.search.fixing(self.search.mesh, {**self.search.fix, **fix})
-        return _first_that_fits(search, search.candidates())
+        search = self.search.fixing(self.search.mesh, {**self.search.fix, **fix}, "replan")
+        candidates = search.candidates()
+        first = candidates[0]
+        if first.storage.stages == 1 and first.memory <= _SURELY * search.memory:
+            return _found(search, first, None, _frontier(candidates), 0.0)
+        return _first_that_fits(search, candidates)
 
     def check(self) -> dict[str, Any]:
         """Build the program of the whole model and compare it with what was predicted. Takes as long as a capture.
@@ -184,6 +206,7 @@ class FoundPlan:
             "memory": {"peak": m.memory, **{k: float(v) for k, v in m.at_peak.items()}},
             "exact": m.exact,
             "gap": self.gap,
+            "proven": self.chosen.layouts.optimum.exact,
             "storage": str(self.chosen.storage),
             "layouts": {glob: {a: repr(p) for a, p in x.placements.items()} for glob, x in self.plan.lines.items()},
             "batch": json.loads(json.dumps(self.plan.batch, default=repr)),
@@ -213,6 +236,7 @@ class FoundPlan:
             f"a rank sends {sent}" + ("" if m.exact else " (estimated)"),
             f"a rank holds {in_bytes(m.memory)} of {in_bytes(self.search.memory)}: {held}",
             f"found in {self.seconds:.2f} s: " + ", ".join(f"{k} {v:.2f}" for k, v in self.phases.items()),
+            *(() if self.chosen.layouts.optimum.exact else (_NOT_PROVEN,)),
             "",
             str(self.plan),
             "",
@@ -226,6 +250,7 @@ class FoundPlan:
     PlanError,
     model=(nn.Module, "give the nn.Module that is trained"),
     mesh=((Mesh, type(None)), 'give a mesh: mw.Mesh({"dp": 2, "tp": 2}), or devices='),
+    optimizer=((torch.optim.Optimizer, type(None)), "give a torch.optim.Optimizer of the model's parameters, or None"),
     fix=((Mapping, type(None)), 'give a dict, glob of names to placements: {"head.weight": {"tp": mw.Shard(0)}}'),
 )
 def plan(
@@ -282,6 +307,9 @@ def plan(
         raise PlanError("plan: give devices= (how many ranks) or mesh=, one of them")
     if devices is not None and (type(devices) is not int or devices < 1):
         raise PlanError(f"plan: devices={devices!r}: a number of ranks, at least 1, was expected")
+    empty = next((x for x in pytree.tree_leaves(batch) if isinstance(x, torch.Tensor) and not x.numel()), None)
+    if empty is not None:
+        raise PlanError(f"plan: batch has an empty tensor, of shape {tuple(empty.shape)}. Give an example with rows.")
     limit = 0.9 * machine.memory if memory is None else bytes_from(memory, "memory")
     count = mesh.size if mesh is not None else int(devices or 1)
     device = "cpu" if mesh is None else mesh.device
@@ -328,8 +356,14 @@ def _first_that_fits(search: PlanSearch, candidates: Sequence[Candidate]) -> Fou
 def _measured(search: PlanSearch, c: Candidate) -> Measured:
     """A candidate in numbers."""
     if c.storage.stages == 1:
+        mesh = _mesh(search, c)
+        captured_with = search.captured_with if mesh.device == search.step.device else None
+        before = search.phases.get("capture", 0.0)
         with search.timed("build"), reusing(search.exports):
-            made = measure(search.step, _mesh(search, c), _plan_of(search, c), search.hardware, search.repeats)
+            made = measure(
+                search.step, mesh, _plan_of(search, c), search.hardware, search.repeats, captured_with=captured_with
+            )
+        search.phases["build"] -= search.phases.get("capture", 0.0) - before
         return _with_experts(made, c)
     if sum(run.count for run in search.repeats.runs) > _PIPED:
         return _estimated(c)
@@ -378,7 +412,9 @@ def _plan_of(search: PlanSearch, c: Candidate) -> Any:
     return made
 
 
-def _found(search: PlanSearch, c: Candidate, made: Measured, frontier: tuple[Candidate, ...], gap: float) -> FoundPlan:
+def _found(
+    search: PlanSearch, c: Candidate, made: Measured | None, frontier: tuple[Candidate, ...], gap: float
+) -> FoundPlan:
     model = search.step.model
     counts = search.repeats.counts()
     every = [*(n for n, _ in model.named_parameters()), *(n for n, _ in model.named_buffers())]
@@ -388,7 +424,7 @@ def _found(search: PlanSearch, c: Candidate, made: Measured, frontier: tuple[Can
         c.layouts, c.storage, lambda name: search.repeats.names(name, counts), every, blocks=blocks,
         made_for={"model": model_words(model), "hardware": search.hardware.name},
     )  # fmt: skip
-    return FoundPlan(_mesh(search, c), table, made, frontier, search.phases, gap, c, search)
+    return FoundPlan(_mesh(search, c), table, frontier, search.phases, gap, c, search, made)
 
 
 def found_plan(search: PlanSearch, c: Candidate) -> FoundPlan:
@@ -414,7 +450,13 @@ def _too_small(search: PlanSearch, made: Measured, c: Candidate) -> str:
         fits = int(rows * (search.memory - fixed) / rest)
         change = f"a batch of {fits} rows would fit" if fits else "a shorter sequence would fit"
     else:
-        change = f"{-(-int(made.memory * search.devices) // int(search.memory))} devices would fit"
+        share = search.memory - rest if rest < search.memory else search.memory / 2  # of what more devices divide
+        devices = search.devices
+        while fixed * search.devices > share * devices:
+            devices *= 2
+        change = f"{devices} devices would fit"
+        if rest >= search.memory:
+            change = f"{devices} devices with a batch of {max(1, int(rows * share / rest))} rows would fit"
     return (
         f"plan: memory={in_bytes(search.memory)} is too small: the least that was found is {in_bytes(made.memory)} "
         f"({c.storage}, mesh {', '.join(f'{a}={n}' for a, n in c.mesh.items())}), which {held} fill. By these "

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.nn as nn
 
-from ..errors import PlanError, near
-from ..layout import Placement, Replicate, Shard, as_placement
+from ..errors import PlanError
+from ..layout import Shard
 from ..machines import Hardware
 from ..mesh import Mesh
 from ..program.capture.export import Captured, capture
@@ -24,11 +22,13 @@ from ..program.capture.shared_export import Shelf, reusing
 from ..program.capture.work import OpWork
 from ..program.ir.nodes import no_collection
 from .emit import PIPELINE_AXIS, Keeping, Layouts
+from .fixed import Fix, check_fix, states_allowed
 from .measure import TrainedStep
+from .narrow import cheapest
 from .pipelines import Stage, cut, piped_seconds
-from .prices import State, Wires, split
-from .repeats import Repeats, cut_to, repeats_of
-from .solve import solve
+from .prices import Wires, split
+from .repeats import cut_to, repeats_of
+from .solve import TooWide
 from .space import Fits, Space
 
 _STAGES = 32  # of a pipeline at most
@@ -41,7 +41,6 @@ _HIDES = 0.9
 _UPDATE = 10  # how often the bytes of a parameter are moved to update it
 _GATHERED = 2  # blocks whose parameters are gathered at one time
 _TRANSIENT = 1.15  # by which temporaries add to activations
-Fix = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,7 @@ class PlanSearch:
         devices: how many ranks; ``mesh``: or the axes that are given.
         fix: glob of parameters to placements.
         phases: seconds that the search itself took, by phase.
+        caller: the function that ``fix`` was given to, for errors.
     """
 
     step: TrainedStep
@@ -90,6 +90,7 @@ class PlanSearch:
     mesh: Mesh | None = None
     fix: Fix = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
+    caller: str = "plan"
 
     def __post_init__(self) -> None:
         self.repeats = repeats_of(self.step.model, _KEEP)
@@ -98,7 +99,8 @@ class PlanSearch:
         self._solved: dict[Any, Layouts | None] = {}
         self._spaces: dict[tuple[tuple[int, ...], float], Space] = {}
         self.exports: Shelf = deque(maxlen=_EXPORTS)
-        _check_fix(self.fix, self.step.model, self.mesh)
+        self.captures: dict[tuple[int, ...], Captured] = {}
+        check_fix(self.fix, self.step.model, self.mesh, self.caller)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -110,13 +112,19 @@ class PlanSearch:
             self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - start
 
     def captured(self) -> Captured:
-        """The step of the cut model; captured once."""
-        if not hasattr(self, "_captured"):
-            with self.timed("capture"), no_collection(), writing_nothing(), reusing(self.exports):
-                kept = self.repeats.kept
-                with cut_to(self.step.model, self.repeats, kept):
-                    self._captured = capture(self.step.model, self.step.loss_fn, self.step.batch, self.step.device)
-        return self._captured
+        """The step of the cut model."""
+        return self.captured_with(self.repeats.kept)
+
+    def captured_with(self, counts: tuple[int, ...]) -> Captured:
+        """The step of the model with so many blocks of each run; captured once, whatever is planned for it."""
+        if counts not in self.captures:
+            step = self.step
+            with (
+                self.timed("capture"), no_collection(), writing_nothing(), reusing(self.exports),
+                cut_to(step.model, self.repeats, counts),
+            ):  # fmt: skip
+                self.captures[counts] = capture(step.model, step.loss_fn, step.batch, step.device)
+        return self.captures[counts]
 
     # -- meshes ---------------------------------------------------------------------------------------
 
@@ -144,20 +152,20 @@ class PlanSearch:
         if key not in self._solved:
             axes = self.axes(sizes)
             space = self._space(sizes, held)
-            fixed = _allowed(self.fix, self.captured(), axes, self.repeats)
+            fixed = states_allowed(self.fix, self.captured(), axes, self.repeats)
             named = axes if self.mesh is not None or self.fix else ()
             with self.timed("solve"):
                 problem = space.problem_of(shown, fixed)
                 try:
-                    found = Layouts(space, solve(problem), named, shown=shown)
+                    found = Layouts(space, cheapest(problem), named, shown=shown)
                 except PlanError as error:
-                    if not fixed:
+                    if not fixed or isinstance(error, TooWide):
                         raise
-                    solve(space.problem_of(shown))  # raises where nothing is possible without them, either
+                    cheapest(space.problem_of(shown))  # raises where nothing is possible without them, either
                     raise PlanError(self._contradiction(space, shown, fixed)) from error
                 if not _useful(found) and (pinned := _batch_split(space)):
                     # what is too small to be worth sending is divided by rows all the same
-                    found = Layouts(space, solve(problem.pinned(pinned)), named, shown=shown)
+                    found = Layouts(space, cheapest(problem.pinned(pinned)), named, shown=shown)
             self._solved[key] = found if self.mesh is not None or _useful(found) else None
         return self._solved[key]
 
@@ -166,7 +174,7 @@ class PlanSearch:
         sizes = " × ".join(map(str, space.sizes))
         for name, fits in fixed.items():
             try:
-                solve(space.problem_of(shown, {name: fits}))
+                cheapest(space.problem_of(shown, {name: fits}))
             except PlanError:
                 return (
                     f"plan: fix= of {name}: no op of the model computes with it so on a mesh of {sizes} ranks. Fix "
@@ -213,10 +221,14 @@ class PlanSearch:
             ]
         if not made:
             rows = self._rows()
+            smooth = self.devices & (self.devices - 1) == 0
+            number = (
+                "fewer devices" if smooth else f"a number of devices of small factors (e.g. {_rounder(self.devices)})"
+            )
             raise PlanError(
                 f"plan: devices={self.devices} has no useful factorisation: no axis of a mesh of {self.devices} ranks "
-                f"can split the {rows} rows of the batch, heads or weights. Take a number of devices of small factors "
-                f"(e.g. {_rounder(self.devices)}), or a batch of at least {self.devices} rows."
+                f"can split the {rows} rows of the batch, heads or weights. Take {number}, "
+                f"or a batch of at least {self.devices} rows."
             )
         return sorted(made, key=lambda c: (c.memory > self.memory, c.seconds, c.memory, str(c)))
 
@@ -250,7 +262,7 @@ class PlanSearch:
         space = self._space((self.devices,), 0.0)
         pinned = _batch_split(space) | {v.variable: [0] for v in space.values.values() if v.kind == "param"}
         with self.timed("solve"):
-            found = Layouts(space, solve(space.problem_of(_SHOWN).pinned(pinned)), shown=_SHOWN)
+            found = Layouts(space, cheapest(space.problem_of(_SHOWN).pinned(pinned)), shown=_SHOWN)
         if _useful(found):
             yield from (self.estimate(found, storage) for storage in self.storages(found))
             yield from self.hybrid(found)
@@ -291,7 +303,7 @@ class PlanSearch:
             compute, critical = compute + inside, critical + sent
         hidden, late, update, gathered = moved
         critical += late
-        activations = layouts.activations()
+        activations, _ = layouts.activations
         if storage.recompute:
             kept, blocks = self._of_blocks(layouts)
             activations = activations - kept + blocks
@@ -308,7 +320,7 @@ class PlanSearch:
         sizes, axes = layouts.sizes, layouts.axes
         over = {axes.index(a) for a in storage.axes}
         wires, hidden, late, held, update, gathered = layouts.wires, 0.0, 0.0, 0.0, 0.0, 0.0
-        for seconds, local, summed, times in layouts.summed():
+        for seconds, local, summed, times in layouts.summed:
             mine = [a for a in summed if a in over] if storage.kind != "replicated" else []
             n = math.prod(sizes[a] for a in mine)
             if n < 2:
@@ -372,10 +384,10 @@ class PlanSearch:
             return self.estimate(layouts, storage)
         return self.of_stages(layouts, storage, sum(run.count for run in self.repeats.runs))
 
-    def fixing(self, mesh: Mesh | None, fix: Fix) -> PlanSearch:
+    def fixing(self, mesh: Mesh | None, fix: Fix, caller: str) -> PlanSearch:
         """A search with other layouts fixed, with all that this one has captured and priced already."""
-        made = PlanSearch(self.step, self.hardware, self.memory, self.devices, mesh, fix)
-        made._captured, made.work, made._spaces, made.exports = self.captured(), self.work, self._spaces, self.exports
+        made = PlanSearch(self.step, self.hardware, self.memory, self.devices, mesh, fix, caller=caller)
+        made.captures, made.work, made._spaces, made.exports = self.captures, self.work, self._spaces, self.exports
         return made
 
     def _ideal(self) -> float:
@@ -395,7 +407,7 @@ class PlanSearch:
         held, (_, late, _, gathered) = self._held(layouts, flat)
         m, p, inner = storage.micro_batches, storage.stages, self.in_blocks(layouts)
         per_block = (compute * inner + critical - late) / blocks / m
-        sent = layouts.crossing() / blocks / m / self.hardware.links[-1].bandwidth + self.hardware.links[-1].latency
+        sent = layouts.crossing / blocks / m / self.hardware.links[-1].bandwidth + self.hardware.links[-1].latency
         ends = compute * (1 - inner) / m
         found = cut(blocks, p, per_block, ends)
         one = max(found, key=lambda s: s.blocks).blocks / blocks
@@ -423,10 +435,10 @@ class PlanSearch:
     def _of_blocks(self, layouts: Layouts) -> tuple[float, float]:
         """Bytes that blocks hold for the backward; and those of their inputs, with all of one block."""
         space = layouts.space
-        every, outside = layouts.activations(), layouts.activations(lambda op: not space.in_block(op))
+        every, outside = layouts.activations
         inside = every - outside
         blocks = sum(run.count for run in space.repeats.runs) or 1
-        return inside, layouts.crossing() + inside / blocks
+        return inside, layouts.crossing + inside / blocks
 
 
 def _useful(layouts: Layouts) -> bool:
@@ -471,70 +483,6 @@ def _rounder(n: int) -> str:
     """Numbers near to one, of small factors."""
     lower, upper = 1 << (n.bit_length() - 1), 1 << n.bit_length()
     return f"{lower} or {upper}"
-
-
-# ---------------------------------------------------------------------------------------------- what is fixed
-
-
-def _check_fix(fix: Fix, model: nn.Module, mesh: Mesh | None) -> None:
-    """Raises PlanError for globs that match nothing, axes that there are not, and placements that cannot be."""
-    names = dict(model.named_parameters())
-    axes = mesh.axes if mesh is not None else ("dp", "tp")
-    said: dict[tuple[str, str], tuple[str, Placement]] = {}
-    for glob, placements in fix.items():
-        matched = [n for n in names if fnmatchcase(n, glob)]
-        if not matched:
-            raise PlanError(f"plan: fix={glob!r}: no parameter has such a name{near(glob, list(names)[:50])}")
-        if not isinstance(placements, Mapping):
-            raise PlanError(f'plan: fix={glob!r}: {placements!r}: give axes and placements, as {{"tp": mw.Shard(0)}}')
-        for axis, p in placements.items():
-            if axis not in axes:
-                raise PlanError(f"plan: fix={glob!r}: there is no axis {axis!r}{near(str(axis), axes)}")
-            placement = as_placement(p)
-            if not isinstance(placement, (Shard, Replicate)):
-                raise PlanError(f"plan: fix={glob!r}: {placement!r}: a parameter is Shard(dim) or Replicate()")
-            for n in matched:
-                shape = tuple(names[n].shape)
-                if isinstance(placement, Shard) and not -len(shape) <= placement.dim < len(shape):
-                    raise PlanError(f"plan: fix={glob!r}: {n} of shape {shape} has no dim {placement.dim}")
-                if isinstance(placement, Shard) and placement.dim < 0:
-                    placement = Shard(placement.dim + len(shape))
-                before = said.setdefault((n, axis), (glob, placement))
-                if before[1] != placement:
-                    raise PlanError(
-                        f"plan: fix contradicts itself: {before[0]!r} puts {n} at {before[1]!r} on {axis}, {glob!r} at "
-                        f"{placement!r}. Leave one of them out."
-                    )
-
-
-def _allowed(fix: Fix, captured: Captured, axes: Sequence[str], repeats: Repeats) -> dict[str, Any]:
-    """Name of a parameter of the cut model to which of its states fit."""
-    made: dict[str, Any] = {}
-    for s in captured.sources:
-        if s.kind != "param":
-            continue
-        wanted: dict[int, Placement] = {}
-        for name in repeats.names(s.name, repeats.counts()):
-            for glob, placements in fix.items():
-                if fnmatchcase(name, glob):
-                    for axis, p in placements.items():
-                        placement = as_placement(p)
-                        if isinstance(placement, Shard) and placement.dim < 0:
-                            placement = Shard(placement.dim + s.fake.ndim)
-                        if axis in axes:
-                            wanted[axes.index(axis)] = placement
-                        elif isinstance(placement, Shard):
-                            wanted[-1] = placement
-        if wanted:
-            made[s.name] = _fits(wanted)
-    return made
-
-
-def _fits(wanted: Mapping[int, Placement]) -> Any:
-    def fits(state: State) -> bool:
-        return all(a >= 0 and state[a][0] == p for a, p in wanted.items())
-
-    return fits
 
 
 def rows_of(batch: Any) -> int:

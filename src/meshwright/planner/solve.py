@@ -128,6 +128,16 @@ class Problem:
             made.add((v,), more)
         return made
 
+    def restricted(self, values: Mapping[int, Sequence[int]]) -> Problem:
+        """The problem in which variables have only some of their values, numbered anew; tables become smaller."""
+        sizes = [len(values[v]) if v in values else n for v, n in enumerate(self.sizes)]
+        made = Problem(sizes, dict(self.factors), self.tables)
+        for scope, table in self.factors.items():
+            if any(v in values for v in scope):
+                picks = [values.get(v, range(self.sizes[v])) for v in scope]
+                made.factors[scope] = self.tables.intern(table[np.ix_(*picks)])
+        return made
+
 
 @dataclass(frozen=True)
 class Optimum:
@@ -137,21 +147,28 @@ class Optimum:
         price: of all tables together.
         values: of each variable.
         steps: how many eliminations there were; ``distinct``: how many were computed.
+        exact: False: the cheapest that was found, where tables to be joined were too large.
     """
 
     price: int
     values: tuple[int, ...]
     steps: int
     distinct: int
+    exact: bool = True
+
+
+class TooWide(PlanError):
+    """Tables that have to be joined are too large."""
 
 
 def solve(problem: Problem) -> Optimum:
     """The cheapest assignment, exactly.
 
     Raises:
-        PlanError: If no assignment costs less than ``NEVER``, or tables that have to be joined are too large.
+        TooWide: If tables that have to be joined are too large.
+        PlanError: If no assignment costs less than ``NEVER``.
     """
-    run = _Elimination(problem)
+    run = Elimination(problem)
     while run.left:
         run.eliminate(run.next())
     values = run.values()
@@ -162,7 +179,9 @@ def solve(problem: Problem) -> Optimum:
     return Optimum(price, values, len(run.trail), run.computed)
 
 
-class _Elimination:
+class Elimination:
+    """Variables that are eliminated one after the other, and how each is found again."""
+
     def __init__(self, problem: Problem) -> None:
         self.problem, self.tables = problem, problem.tables
         self.of: list[dict[Scope, Prices]] = [{} for _ in problem.sizes]
@@ -206,6 +225,14 @@ class _Elimination:
         self._rank[v] = rank
         self._heap.setdefault(rank, {})[v] = None
 
+    def entries(self, v: int) -> int:
+        """Of the table that the elimination of a variable joins."""
+        return math.prod((self.problem.sizes[w] for w in self._neighbours(v)), start=self.problem.sizes[v])
+
+    def widest(self, v: int) -> int:
+        """The neighbour of a variable, or itself, that most others share tables with."""
+        return max((v, *self._neighbours(v)), key=lambda w: (len(self._neighbours(w)), self.problem.sizes[w], -w))
+
     def next(self) -> int:
         """The variable to be eliminated next."""
         return next(iter(self._heap[min(r for r, some in self._heap.items() if some)]))
@@ -214,8 +241,8 @@ class _Elimination:
         """Replace a variable by a table over its neighbours."""
         around = self._neighbours(v)
         scope = (*around, v)
-        if math.prod(self.problem.sizes[w] for w in scope) > _MOST:
-            raise PlanError(
+        if self.entries(v) > _MOST:
+            raise TooWide(
                 f"solve: {len(around)} neighbours of a variable would be joined in one table of more than {_MOST} "
                 "entries. Take fewer axes, or fix= some layouts."
             )
@@ -287,4 +314,4 @@ def _whole(table: Prices) -> Prices:
     return np.minimum(np.ascontiguousarray(table, dtype=np.int64), NEVER)
 
 
-__all__ = ["NEVER", "Optimum", "Prices", "Problem", "Tables", "solve"]
+__all__ = ["NEVER", "Elimination", "Optimum", "Prices", "Problem", "Tables", "TooWide", "solve"]

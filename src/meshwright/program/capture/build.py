@@ -170,6 +170,7 @@ def build(
     again: bool = False,
     homes: Homes | None = None,
     weighing: Weighing | None = None,
+    captured: Captured | None = None,
 ) -> Built:
     """Capture a step, complete its layouts and partition it for one rank.
 
@@ -184,6 +185,7 @@ def build(
         again: the model lies as another capture laid it: what that left plain, because it was whole, stays whole.
         homes: of how many ranks there are along the axis of stages, the one of each stage; None: one each.
         weighing: a pass cuts batches into micro-batches, and asks how much each counts; None: none does.
+        captured: the step, if it is captured already, with all that hooks of the plan would leave in it.
 
     Raises:
         PassError: the loss is no weighted mean over micro-batches.
@@ -193,7 +195,9 @@ def build(
     requested_strategy = runtime.RT.strategies if plan.strategies is None else plan.strategies
     staged = sum(1 << a for a, name in enumerate(mesh.axes) if name in (plan.stages or ()))
     with no_collection(), without_anomaly_mode(), writing_nothing(), runtime.preferring(requested_strategy, staged):
-        return _build(model, loss_fn, as_one(optimizer), batch, mesh, plan, rank, train, again, homes, weighing)
+        return _build(
+            model, loss_fn, as_one(optimizer), batch, mesh, plan, rank, train, again, homes, weighing, captured
+        )
 
 
 def _build(
@@ -208,11 +212,14 @@ def _build(
     again: bool,
     homes: Homes | None,
     weighing: Weighing | None,
+    captured: Captured | None,
 ) -> Built:
     check_plan_matches(model, mesh, plan.made_for)
     casts = _casts(model, mesh, plan)
-    with _hooks(model, mesh, plan, casts) as met:
-        captured = capture(model, loss_fn, batch, mesh.device, casts.dtypes)
+    met: set[tuple[str, str]] = set()
+    if captured is None:
+        with _hooks(model, mesh, plan, casts) as met:
+            captured = capture(model, loss_fn, batch, mesh.device, casts.dtypes)
     constraints, decided = _constraints(model, captured, mesh, plan, batch)
     if again:
         plain = {n for n, b in model.named_buffers() if not isinstance(b, DistTensor)}

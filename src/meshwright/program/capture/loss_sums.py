@@ -39,7 +39,7 @@ def copied(captured: Captured) -> Captured:
     return replace(captured, module=fx.GraphModule(captured.module, graph), outputs=tuple(output.args[0]))
 
 
-class _Editor:
+class Editor:
     """Puts ops into a captured graph; they are at the user's line of the node that they serve."""
 
     def __init__(self, captured: Captured) -> None:
@@ -87,14 +87,14 @@ def _counts_targets(node: fx.Node) -> bool:
 def counting(captured: Captured) -> tuple[Captured, dict[str, str]]:
     """The step, in which losses that are means over targets are sums by counts; and new nodes to those they serve."""
     made = copied(captured)
-    editor = _Editor(made)
+    editor = Editor(made)
     for node in list(made.graph.nodes):
         if node.op == "call_function" and _counts_targets(node):
             _count_targets(editor, node)
     return made, editor.origins
 
 
-def _count_targets(editor: _Editor, node: fx.Node) -> None:
+def _count_targets(editor: Editor, node: fx.Node) -> None:
     target, weight, ignored = (_argument(node, n) for n in ("target", "weight", "ignore_index"))
     ignored = -100 if ignored is None else ignored
     reduction = _argument(node, "reduction")
@@ -119,7 +119,7 @@ def _count_targets(editor: _Editor, node: fx.Node) -> None:
 def as_sums(captured: Captured) -> Captured:
     """The step, all means in which are sums divided by numbers, and which no layout constrains."""
     made, _ = counting(captured)
-    editor = _Editor(made)
+    editor = Editor(made)
     for node in list(made.graph.nodes):
         if node.op != "call_function":
             continue
@@ -158,7 +158,7 @@ def _total_of(node: fx.Node) -> tuple[Any, Any, Any, int] | None:
 def with_count(captured: Captured, found: MicroBatchWeight) -> tuple[Captured, dict[str, str]]:
     """The step that returns the count of a micro-batch, too, and divides by one where nothing counts."""
     made, origins = counting(captured)
-    editor = _Editor(made)
+    editor = Editor(made)
     editor.origins.update(origins)
     counts = [n for n in made.graph.nodes if n.name in found.counts]
     (output,) = made.graph.find_nodes(op="output")
@@ -179,4 +179,4 @@ def _last_input(graph: fx.Graph) -> fx.Node:
     return [n for n in graph.nodes if n.op == "placeholder"][-1]
 
 
-__all__ = ["MicroBatchWeight", "as_sums", "counting", "with_count"]
+__all__ = ["Editor", "MicroBatchWeight", "as_sums", "copied", "counting", "with_count"]
