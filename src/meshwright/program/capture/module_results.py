@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from ...tensor.graph_marks import CONSTRAIN, placements_text
@@ -43,7 +44,8 @@ def with_constrained_outputs(captured: Captured, outputs: Mapping[str, Any]) -> 
             results.setdefault(path, []).append(node)
     for path, placements in outputs.items():
         nodes = results.get(path, [])
-        if len(nodes) != 1 or modules_of(nodes[0])[-1] != path or not nodes[0].meta["val"].is_floating_point():
+        value = nodes[0].meta.get("val") if len(nodes) == 1 else None
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or modules_of(nodes[0])[-1] != path:
             return None
         (node,) = nodes
         outside = [user for user in node.users if user.op == "output" or path not in modules_of(user)]
