@@ -34,14 +34,28 @@ def cheapest(problem: Problem) -> Optimum:
     for _ in range(_ROUNDS):
         before = best.price
         for hub in hubs:
-            others = {h: [best.values[h]] for h in hubs if h != hub}
-            try:
-                found = _solved(problem, others)
-            except TooWide:
-                continue
-            best = found if found.price < best.price else best
+            fixed = {h: [best.values[h]] for h in hubs}
+            best = _freed(problem, hub, fixed, best)
         if best.price == before:
             break
+    return best
+
+
+def _freed(problem: Problem, hub: int, fixed: dict[int, list[int]], best: Optimum) -> Optimum:
+    """The cheapest assignment with any value of one hub; values are tried in parts where all are too many."""
+    parts = [list(range(problem.sizes[hub]))]
+    while parts:
+        some = parts.pop()
+        try:
+            found = _solved(problem, {**fixed, hub: some})
+        except TooWide:
+            if len(some) > 1:
+                half = len(some) // 2
+                parts += [some[half:], some[:half]]
+            continue
+        except PlanError:
+            continue
+        best = found if found.price < best.price else best
     return best
 
 
