@@ -97,6 +97,8 @@ def _by_hand(made: Case) -> list[Result]:
     """Each rank's losses; gradients are summed over ranks, each times its share of the rows."""
     results, models = [Result() for _ in range(program.sharing(made))], [_model(made)]
     models += [copy.deepcopy(models[0]) for _ in results[1:]]  # buffers are each rank's own
+    for model in models[1:]:
+        model.hook_parameters()
     params = list(models[0].parameters())
     optimizers = program.optimizers(made, models[0])
     schedules = program.schedulers(made, optimizers)

@@ -95,6 +95,7 @@ CONTEXTS: tuple[str, ...] = (
     "every layer checkpointed",  # and what it reads is sharded
     "forward hook",
     "tensor hook",
+    "hook after gradients",  # of each parameter, of which one is used in the first step alone
     "frozen",
     "frozen in between",
     "eval in between",

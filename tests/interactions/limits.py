@@ -149,6 +149,12 @@ REFUSED = [
         "`torch.utils.checkpoint(use_reentrant=True)` | works in captured steps only",
     ),
     Refusal(
+        {"mode": CAPTURED, "context": "hook after gradients"},
+        "has a hook",
+        "program.md",
+        "hooks of parameters, backward hooks of modules | an error",
+    ),
+    Refusal(
         {"mode": (*CAPTURED, *BY_HAND), "context": "tensor hook"},
         "calls Tensor.register_hook",
         "program.md",

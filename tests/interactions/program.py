@@ -57,7 +57,7 @@ class Net(nn.Module):
 
     def __init__(self, made: Case, plain: bool) -> None:
         super().__init__()
-        self.made, self.plain, self.fails = made, plain, False
+        self.made, self.plain, self.fails, self.step_number = made, plain, False, 0
         count = 4 if pipelined(made) and made["schedule"] in ("looped,chunks=2", "v") else 2
         self.enter, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
         self.layers = nn.ModuleList(BLOCKS[made["block"]]() if i == 0 else Linear() for i in range(count))
@@ -74,8 +74,16 @@ class Net(nn.Module):
         self.layers[0].plain = plain
         if made["context"] == "forward hook":
             self.layers[0].register_forward_hook(lambda module, args, out: out * 1.5)
+        if made["context"] == "hook after gradients":
+            self.gain, self.once = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.full((WIDTH,), 0.1))
+            self.hook_parameters()
         if made["context"] == "tensor hook":
             self.layers[0].register_forward_hook(_hook_gradient)
+
+    def hook_parameters(self) -> None:
+        """Hooks that no copy of the model has, if the case has them."""
+        for p in self.parameters() if self.made["context"] == "hook after gradients" else ():
+            p.register_post_accumulate_grad_hook(_halve)
 
     def constrained(self, h: Tensor) -> Tensor:
         """As the layouts of the case have activations."""
@@ -101,6 +109,9 @@ class Net(nn.Module):
             with torch.no_grad():
                 size = h.abs().mean((1, 2), keepdim=True) + 1
             h = h / size
+        if how == "hook after gradients":
+            always = MODES[made["mode"]]["kind"] != "eager"  # what Python decides is constant there
+            h = h * self.gain + (self.once if always or self.step_number == 0 else 0)
         if how == "function":
             h = Doubled.apply(h)
         for i, layer in enumerate(self.layers):
@@ -129,6 +140,11 @@ def _residual(layer: nn.Module, h: Tensor, y: Tensor, ids: Tensor) -> Tensor:
     """A layer with two residuals: the backward needs the first sum again."""
     h = h + layer(y, ids)
     return h + 0.1 * h.sin()
+
+
+def _halve(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.mul_(0.5)
 
 
 def _hook_gradient(module: nn.Module, args: Any, out: Tensor) -> None:
@@ -284,5 +300,6 @@ def schedulers(made: Case, parts: Sequence[torch.optim.Optimizer]) -> list[Any]:
 
 def freeze(made: Case, model: nn.Module, step: int) -> None:
     """Between steps."""
+    model.step_number = step  # type: ignore[assignment]
     if made["context"] == "frozen in between":
         model.enter.requires_grad_(step % 2 == 0)

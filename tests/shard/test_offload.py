@@ -350,9 +350,9 @@ def test_a_leaf_on_the_host_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     served: list[str] = []
     real = backwards.Backward.ready
 
-    def ready(self: Any, i: int) -> None:
+    def ready(self: Any, i: int, reached: bool) -> None:
         served.append(self.sync.names[i])
-        real(self, i)
+        real(self, i, reached)
 
     monkeypatch.setattr(backwards.Backward, "ready", ready)
 

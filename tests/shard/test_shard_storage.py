@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -453,3 +454,46 @@ def test_a_size_of_before_the_first_step(placed: dict[str, Any], options: dict[s
 
     for made in mw.simulate(lambda: run(True), DP):
         torch.testing.assert_close(made, run(False))
+
+
+class Branch(nn.Module):
+    """Two parameters that are gathered together, one of which is used in a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.often = nn.Parameter(torch.ones(8).double()), nn.Parameter(torch.full((8,), 2.0).double())
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        return x * self.always * self.often if both else x * self.always
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("mode", [*MODES, "offload"])
+def test_hooks_of_what_no_gradient_reaches(mode: str, silent: bool) -> None:
+    """A parameter that this backward does not use keeps its gradient, and its hook is not called."""
+    how = {"offload": "cpu"} if mode == "offload" else MODES[mode][0]
+
+    def run(shard: bool) -> list[Any]:
+        model, x, calls = Branch(), X, list[str]()
+        if shard:
+            mw.shard_module(model, DP, **how)
+            x = mw.shard_tensor(X, DP, {"dp": mw.Shard(0)})
+        opts = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+        for name, p in model.named_parameters():
+
+            def hook(p: Any, name: str = name) -> None:
+                calls.append(name)
+                p.grad.mul_(0.5)
+                if not silent:  # what is still Partial updates nothing
+                    opts[p].step()
+
+            p.register_post_accumulate_grad_hook(hook)
+        for both in (True, False, True):
+            with mw.no_sync(model) if shard and silent and not both else contextlib.nullcontext():
+                (model(x, both).square().sum() / 100).backward()
+        return [sorted(calls), *(mw.unshard(p).detach() for p in model.parameters() if not silent)]
+
+    wanted, found = run(False), mw.simulate(lambda: run(True), DP)[0]
+    assert found[0] == wanted[0] == ["always"] * 3 + ["often"] * 2
+    for a, b in zip(found[1:], wanted[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)

@@ -130,16 +130,16 @@ class Backward:
 
     # -- gradients as they come -----------------------------------------------------------------------
 
-    def note(self, i: int) -> None:
-        """The gradient of a parameter was accumulated; nothing is sent for it before the end."""
+    def note(self, i: int, reached: bool) -> None:
+        """The gradient of a parameter was accumulated, if one reached it; nothing is sent for it before the end."""
         self.brought = True
         self.order.append(i)
-        if self.sync.params[i].__dict__["_after"]:
+        if reached and self.sync.params[i].__dict__["_after"]:
             self.hooked.add(i)
 
-    def ready(self, i: int) -> None:
-        """The gradient of a parameter was accumulated."""
-        self.note(i)
+    def ready(self, i: int, reached: bool) -> None:
+        """The gradient of a parameter was accumulated, if one reached it."""
+        self.note(i, reached)
         k = self.plan.where[i]
         if k is None:
             if beside_slot(self.sync.params[i]).aside is None:  # else a hook that reads it sends, in the engine's order
@@ -235,11 +235,11 @@ class Backward:
             self.groups[id(p)] = group
             group.open.add(id(p))
 
-    def complete(self, p: DistTensor) -> None:
-        """No further contribution to a stored parameter will come in this graph task."""
+    def complete(self, p: DistTensor) -> bool:
+        """No further contribution to a stored parameter will come in this graph task; whether there were some."""
         made, group = self.sums.pop(id(p), None), self.groups.pop(id(p), None)
         if made is None or group is None:
-            return
+            return False
         stash_assigned_grad(p)
         before = held(p)
         with torch.no_grad(), disabled():
@@ -249,6 +249,7 @@ class Backward:
             hold(p, made)
         group.complete.append(p)
         self._close(group, p)
+        return True
 
     def _close(self, group: Contributors, p: DistTensor) -> None:
         group.open.discard(id(p))

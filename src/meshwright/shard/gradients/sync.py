@@ -284,20 +284,25 @@ class GradSync:
                 found = self.running[task] = self.running[thread] = found or begin(self)
         return found
 
-    def ready(self, i: int) -> None:
-        """The gradient of parameter ``i`` was accumulated (called inside the backward)."""
-        if on_host(self.params[i]):  # in another thread than what a device computes, which alone sends
+    def ready(self, i: int, reached: bool) -> None:
+        """The gradient of parameter ``i`` was accumulated (called inside the backward).
+
+        Args:
+            reached: whether there was one.  Parameters that are gathered together are one node of autograd's, which
+                comes to all of them; of those that no gradient reached no hook is called.
+        """
+        p = self.params[i]
+        if on_host(p):  # in another thread than what a device computes, which alone sends
             if self.enabled:
-                self.backward().note(i)
-            else:
-                call_after(self.params[i])
+                self.backward().note(i, reached)
+            elif reached:
+                call_after(p)
             return
-        if i in self.apart:
-            self.backward().complete(self.params[i])
+        reached = (self.backward().complete(p) or reached) if i in self.apart else True
         if self.enabled:
-            self.backward().ready(i)
-        else:
-            call_after(self.params[i])
+            self.backward().ready(i, reached)
+        elif reached:
+            call_after(p)
 
     def before(self, i: int) -> None:
         """Something will be added to the gradient of parameter ``i``: lay a reduced one beside the slot.
@@ -338,13 +343,15 @@ class _Member:
 
     sync: Callable[[], GradSync | None] = _nowhere
     i: int = 0
+    reached: bool = False  # whether what is being accumulated is a gradient
 
     def ready(self, _: Tensor) -> None:
         own = self.sync()
         if own is not None:
-            own.ready(self.i)
+            own.ready(self.i, self.reached)
 
     def before(self, grad: Tensor | None) -> None:
+        self.reached = grad is not None
         own = self.sync()
         if own is not None and grad is not None:
             own.before(self.i)
