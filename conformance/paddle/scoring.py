@@ -248,7 +248,7 @@ def _inferred(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inferen
     if op:
         return of_rule(op, args, kwargs)
     whole = Layout(args[0][0].mesh)  # no rule
-    inputs = tuple(s.with_(layout=whole, reduced=0, undecided=0) for s in args[0])
+    inputs = tuple(s.with_(layout=whole, grad_partial_mask=0, undecided_mask=0) for s in args[0])
     outputs = tuple(Spec(n, args[0][0].dtype, whole) for n in kwargs["outputs"])
     return Inference(inputs, outputs, (), 0.0, True, "gathered")
 
@@ -264,7 +264,7 @@ def _run(steps: Steps, slots: Sequence[Slot], views: Sequence[Spec]) -> _Found:
         for t in operands:
             if isinstance(t, Fresh):
                 mesh = views[0].mesh
-                specs[t] = Spec(t.shape, t.dtype, Layout(mesh), reduced=(1 << mesh.ndim) - 1)
+                specs[t] = Spec(t.shape, t.dtype, Layout(mesh), grad_partial_mask=(1 << mesh.ndim) - 1)
         given = iter([specs[t] for t in operands])
         found = _inferred(call.op, fill(call.args, given), fill(call.kwargs, given))
         sent += found.sent
@@ -275,7 +275,9 @@ def _run(steps: Steps, slots: Sequence[Slot], views: Sequence[Spec]) -> _Found:
                 paid[t, to] = moved(specs[t], to)
             if specs[t].layout.partial and not to.layout.partial:
                 specs[t] = to
-        specs |= {Made(number, i): o.with_(reduced=(1 << o.mesh.ndim) - 1) for i, o in enumerate(found.outputs)}
+        specs |= {
+            Made(number, i): o.with_(grad_partial_mask=(1 << o.mesh.ndim) - 1) for i, o in enumerate(found.outputs)
+        }
     inputs = [first.get(s, specs[s]) for s in slots]
     return _Found(
         [r for _, r in steps.results], inputs, [specs[m] for m, _ in steps.results], between=sum(paid.values()) + sent
@@ -296,7 +298,7 @@ def _plain(spec: Spec) -> Spec:
     keep = {d: d for d, n in enumerate(spec.shape) if n != 1}
     layout = _renumbered(spec.layout, keep, spec.ndim)
     sums = [Partial() if isinstance(p, Partial) else p for p in layout.placements]
-    return spec.with_(layout=Layout(layout.mesh, sums, order=dict(layout.order)), reduced=0, undecided=0)
+    return spec.with_(layout=Layout(layout.mesh, sums, order=dict(layout.order)), grad_partial_mask=0, undecided_mask=0)
 
 
 # ------------------------------------------------------------------------------- Paddle's dims and ours
@@ -306,7 +308,7 @@ def _tensor(entries: Sequence[Entry], index: int) -> Spec:
     entry = entries[index]
     if not isinstance(entry, Given) or entry.shape is None:
         raise CaseError(f"tensor {index} is {entry!r}")
-    return Spec(entry.shape, torch.float32, entry.layout, reduced=(1 << entry.layout.mesh.ndim) - 1)
+    return Spec(entry.shape, torch.float32, entry.layout, grad_partial_mask=(1 << entry.layout.mesh.ndim) - 1)
 
 
 def _layout_of(entries: Sequence[Entry], index: int) -> Layout:

@@ -152,9 +152,9 @@ def test_specs_and_meshes() -> None:
         spec = spec_of(plain, mesh)
         assert (spec.shape, spec.dtype, spec.mesh) == (plain.shape, torch.float64, mesh)
         assert spec.layout.placements == (mw.Replicate(), mw.Replicate())
-        assert (spec.reduced, spec.undecided) == (0, mesh.everywhere)
+        assert (spec.grad_partial_mask, spec.undecided_mask) == (0, mesh.everywhere)
         leaf = spec_of(plain.clone().requires_grad_(), mesh)
-        assert (leaf.reduced, leaf.undecided) == (0, 0)
+        assert (leaf.grad_partial_mask, leaf.undecided_mask) == (0, 0)
         assert mesh_of([plain, x, plain, x], "op") == mesh
         with pytest.raises(LayoutError, match=r"^op: no argument is a DistTensor"):
             mesh_of([plain], "op")

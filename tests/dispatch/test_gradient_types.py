@@ -304,7 +304,7 @@ def test_no_step_touches_an_undecided_axis(mesh: str) -> None:
         here = dst.dual()
         for back in conversions.transpose(steps):
             assert back.src is here
-            assert back.src.undecided == back.dst.undecided == 1
+            assert back.src.undecided_mask == back.dst.undecided_mask == 1
             here = back.dst
         assert not steps or here is src.dual()
     decided = make_plan(*(Spec(shape, F64, Layout(grid, [Replicate(), p]), 2) for p in (Partial(), Replicate())))
@@ -314,7 +314,7 @@ def test_no_step_touches_an_undecided_axis(mesh: str) -> None:
 def test_types_must_be_decided_before() -> None:
     grid = mw.Mesh({"a": 2, "b": 3})
     whole = Layout(grid)
-    undecided, decided = Spec((6, 6), F64, whole, undecided=1), Spec((6, 6), F64, whole, reduced=1)
+    undecided, decided = Spec((6, 6), F64, whole, undecided_mask=1), Spec((6, 6), F64, whole, grad_partial_mask=1)
     with pytest.raises(ConversionError, match="must be decided"):
         conversions.between(undecided, decided, (0,))
     (step,) = make_plan(undecided, decided).steps  # of a value: undecided counts as invariant

@@ -237,10 +237,10 @@ def test_marked_specs_are_interned_and_what_is_derived_of_them_is_plain(mesh, da
 
 @given(mesh=meshes(), data=st.data())
 def test_the_gradient_of_a_gradient_lies_as_the_tensor(mesh, data):
-    spec = data.draw(specs(mesh)).with_(reduced=data.draw(st.integers(0, 7)))
+    spec = data.draw(specs(mesh)).with_(grad_partial_mask=data.draw(st.integers(0, 7)))
     again = spec.grad().grad()
     assert again.layout == spec.layout
-    assert again.reduced == spec.reduced
+    assert again.grad_partial_mask == spec.grad_partial_mask
 
 
 def test_repr():

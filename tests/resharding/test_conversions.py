@@ -109,12 +109,13 @@ def test_an_axis_of_one_rank_goes_along():
 
 
 def test_a_step_touches_no_axis_that_is_undecided():
-    left = step(spec(P, undecided=2), spec(I, undecided=2))
-    assert left.dst.undecided == 2
+    left = step(spec(P, undecided_mask=2), spec(I, undecided_mask=2))
+    assert left.dst.undecided_mask == 2
     for src, dst, axes in (
-        (spec(I, undecided=1), spec(S0), (0,)), (spec(S0), spec(I, undecided=1), (0,)),
-        (spec(I, I, undecided=2), spec(R, I), (0,)), (spec(I, I, undecided=2), spec(S0, I, undecided=2), (1, 0)),
-        (spec(I, I, undecided=3), spec(I, I, undecided=3), (0,)),
+        (spec(I, undecided_mask=1), spec(S0), (0,)), (spec(S0), spec(I, undecided_mask=1), (0,)),
+        (spec(I, I, undecided_mask=2), spec(R, I), (0,)),
+        (spec(I, I, undecided_mask=2), spec(S0, I, undecided_mask=2), (1, 0)),
+        (spec(I, I, undecided_mask=3), spec(I, I, undecided_mask=3), (0,)),
     ):  # fmt: skip
         with pytest.raises(ConversionError, match=r"the types of .* and .* must be decided before it"):
             between(src, dst, axes)
@@ -152,7 +153,7 @@ def test_sums_in_a_wider_dtype_are_rounded_once():
     """Cast in front of the first sum and behind the last one; what is no sum is between or around them."""
     specs = [spec(S0, P), spec(I, P), spec(I, I), spec(I, S1)]
     for sums, dtype in ((F32, BF16), (F64, F32)):
-        narrow = [s.with_(dtype=dtype, sums=sums) for s in specs]
+        narrow = [s.with_(dtype=dtype, accumulate_dtype=sums) for s in specs]
         wide = [s.with_(dtype=sums) for s in narrow]
         steps = tuple(between(a, b, (n,)) for a, b, n in zip(narrow, narrow[1:], (0, 1, 1), strict=False))
         made = lowered(steps)
@@ -163,7 +164,7 @@ def test_sums_in_a_wider_dtype_are_rounded_once():
             (narrow[1], wide[1]), (wide[1], wide[2]), (wide[2], narrow[2])
         ]  # fmt: skip
         assert (made[0], made[4]) == (steps[0], steps[2])
-    several = [spec(*t).with_(dtype=BF16, sums=F32) for t in ((P, S0), (S1, S0), (S1, P), (S1, I), (I, I))]
+    several = [spec(*t).with_(dtype=BF16, accumulate_dtype=F32) for t in ((P, S0), (S1, S0), (S1, P), (S1, I), (I, I))]
     steps = tuple(between(a, b, (n,)) for a, b, n in zip(several, several[1:], (0, 1, 1, 0), strict=False))
     made = lowered(steps)
     assert [s.kind for s in made] == ["cast", "reduce_scatter", "pad", "all_reduce", "cast", "all_gather"]
@@ -172,13 +173,13 @@ def test_sums_in_a_wider_dtype_are_rounded_once():
     assert made[2].axes == (1,)
     same = (step(spec(P), spec(I)),)
     assert lowered(same) == same
-    kept = (step(spec(S0, sums=F64), spec(I, sums=F64)),)  # no sum, nothing to widen
+    kept = (step(spec(S0, accumulate_dtype=F64), spec(I, accumulate_dtype=F64)),)  # no sum, nothing to widen
     assert lowered(kept) == kept
 
 
 def test_parts_travel_in_a_format_where_they_are_added():
     wires = (mw.Float8(128), BF16)
-    sent = [spec(*t, wires=wires) for t in ((P, S0), (I, S0), (I, I))]
+    sent = [spec(*t, comm_formats=wires) for t in ((P, S0), (I, S0), (I, I))]
     sums, gather = between(sent[0], sent[1], (0,)), between(sent[1], sent[2], (1,))
     made = lowered((sums, gather))
     assert [(s.kind, s.axes, s.src, s.dst) for s in made] == [
@@ -189,9 +190,9 @@ def test_parts_travel_in_a_format_where_they_are_added():
     assert made[0].adds
     assert made[0].reduces
     assert made[0].moves
-    assert lowered((between(spec(MAX, wires=wires), spec(I, wires=wires), (0,)),))[0].kind == "all_reduce"
+    assert lowered((between(spec(MAX, comm_formats=wires), spec(I, comm_formats=wires), (0,)),))[0].kind == "all_reduce"
     assert lowered((between(spec(P), spec(S0), (0,)),))[0].travels is F32
-    scatter = between(spec(P, wires=wires), spec(S0, wires=wires), (0,))
+    scatter = between(spec(P, comm_formats=wires), spec(S0, comm_formats=wires), (0,))
     assert lowered((scatter,))[0].kind == "wire_reduce_scatter"
 
 
@@ -200,7 +201,7 @@ def test_what_is_gathered_may_travel_in_a_format():
     made = gathered_as((gather, cut), BF16)
     assert made[1] is cut
     assert (made[0].kind, made[0].axes, made[0].dst) == ("wire_all_gather", (0,), gather.dst)
-    assert made[0].src is gather.src.with_(wires=(BF16, None))
+    assert made[0].src is gather.src.with_(comm_formats=(BF16, None))
     assert made[0].travels is BF16
     assert not made[0].adds
     assert isinstance(made[0], ConversionStep)

@@ -54,7 +54,7 @@ def dot(x: torch.Tensor, x_spec: Spec, y: torch.Tensor, y_spec: Spec) -> torch.T
     here = x_spec.mesh.coordinate(runtime.RT.rank)
     total = (x * y).sum()
     for a, p in enumerate(x_spec.layout.placements):
-        invariant = isinstance(p, Replicate) and not x_spec.reduced >> a & 1
+        invariant = isinstance(p, Replicate) and not x_spec.grad_partial_mask >> a & 1
         if invariant and here[a]:
             total = total * 0
     return total
@@ -196,7 +196,7 @@ def test_several_partial_axes_reduce_once_over_the_flattened_group():
         assert [(s.kind, s.axes) for s in make_plan(src, dst).steps] == [("all_reduce", axes)]
     # Nothing is sent forward, and the gradient is reduced once.
     src = Spec((4, 4), torch.float32, Layout(mesh))
-    plan = make_plan(src, src.with_(reduced=3))
+    plan = make_plan(src, src.with_(grad_partial_mask=3))
     assert [(s.kind, s.axes) for s in transpose(plan.steps)] == [("all_reduce", (0, 1))]
     assert (plan.forward_bytes, plan.backward_bytes) == (0, 2 * 3 / 4 * 64)
 

@@ -36,7 +36,7 @@ def test_what_travels_in_a_format_arrives():
     def run():
         for wire in (torch.bfloat16, torch.float16, mw.Float8(128)):
             for other, dst in ((I, I), (S0, S0), (I, S1), (S0, S1)):
-                src, to = spec(Partial(), other, wires=(wire, None)), spec(dst, other, wires=(wire, None))
+                src, to = spec(Partial(), other, comm_formats=(wire, None)), spec(dst, other, comm_formats=(wire, None))
                 if other == dst != I:
                     continue
                 (step,) = plan(src, to).steps
@@ -49,7 +49,7 @@ def test_what_travels_in_a_format_arrives():
         rounded = conversions.gathered_as(plan(split, whole).steps, torch.bfloat16)
         made = executor.ready(rounded).run(part(parts[1] / 3, split))
         assert torch.equal(made, (parts[1] / 3).bfloat16().float())
-        average = plan(spec(Partial("avg"), I, wires=(torch.bfloat16, None)), whole).steps
+        average = plan(spec(Partial("avg"), I, comm_formats=(torch.bfloat16, None)), whole).steps
         assert torch.equal(executor.ready(average).run(parts[here()[0]]), parts.sum(0) / 2)
 
     mw.simulate(run, MESH)

@@ -42,7 +42,7 @@ def test_every_conversion_on_one_axis(mesh):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64], ids=str)
 def test_conversions_of_what_has_no_gradient(dtype):
-    given = [s for s in specs(mw.Mesh({"a": 3}), (4, 2), dtype) if not s.reduced]
+    given = [s for s in specs(mw.Mesh({"a": 3}), (4, 2), dtype) if not s.grad_partial_mask]
     for src, dst in itertools.product(given, repeat=2):
         check_conversion(src, dst)
 
@@ -252,11 +252,11 @@ def everything(mesh, shape):
                     k > 1 or to == split or spec.layout.dim_axes()[split.dim][-1] != axes[0]
                 ):
                     continue
-                layout, mask = spec.layout, spec.reduced
+                layout, mask = spec.layout, spec.grad_partial_mask
                 for a in axes:
                     layout, mask = layout.replace(a, to), mask & ~(1 << a) | reduced << a
                 target = Spec(shape, torch.float32, layout, mask)
-                if k > 1 and len({spec.reduced >> a & 1 for a in axes}) > 1:
+                if k > 1 and len({spec.grad_partial_mask >> a & 1 for a in axes}) > 1:
                     continue
                 try:
                     step = conversions.between(spec, target, axes)

@@ -106,14 +106,14 @@ def test_sums_in_a_wider_dtype_count_as_wide():
         F64: ("reduce_scatter a, reduce_scatter b, all_gather b", 4 * (144 + 96) + 96, 240),
     }
     for sums, way in ways.items():
-        made = plan(spec(P, P, dtype=BF16, sums=sums), spec(S0, I, dtype=BF16, sums=sums))
+        made = plan(spec(P, P, dtype=BF16, accumulate_dtype=sums), spec(S0, I, dtype=BF16, accumulate_dtype=sums))
         assert told(made) == way, sums
     # The gradient is summed in that too; and what one side says counts for both.
     for src, dst in ((F32, F32), (F32, None), (None, F32)):
-        made = plan(spec(P, S0, dtype=BF16, sums=src), spec(S0, R, dtype=BF16, sums=dst))
+        made = plan(spec(P, S0, dtype=BF16, accumulate_dtype=src), spec(S0, R, dtype=BF16, accumulate_dtype=dst))
         assert told(made) == ("all_to_all b, reduce_scatter a, all_gather b", 256, 304)
-        assert made.src.sums is made.dst.sums is F32
-    there, back = spec(P, S0, dtype=BF16, sums=F32), spec(S0, P, dtype=BF16, sums=F32)
+        assert made.src.accumulate_dtype is made.dst.accumulate_dtype is F32
+    there, back = spec(P, S0, dtype=BF16, accumulate_dtype=F32), spec(S0, P, dtype=BF16, accumulate_dtype=F32)
     assert told(plan(there, back)) == ("all_to_all b, reduce_scatter a, pad b", 160, 112)
 
 
@@ -128,7 +128,7 @@ def test_sums_in_a_format_of_one_way():
         ((None, BF16), (P, R), (R, R), ("slice b, reduce_scatter a, all_gather a, all_gather b", 432, 288)),
         ((BF16, BF16), (P, R), (R, R), ("all_reduce a", 288, 288)),
     ):
-        made = plan(*(spec(*t, dtype=BF16, sums=F64, wires=wires) for t in (src, dst)))
+        made = plan(*(spec(*t, dtype=BF16, accumulate_dtype=F64, comm_formats=wires) for t in (src, dst)))
         assert told(made) == way, (wires, src, dst)
 
 
@@ -144,14 +144,14 @@ def test_a_format_is_counted_and_is_no_reason_to_sum():
         ((None, None), 672, 288), ((float8, None), 672 * 129 / 512, 288), ((BF16, torch.float16), 336, 288),
         ((None, BF16), 672, 288),
     ):  # fmt: skip
-        made = plan(spec(P, P, wires=wires), spec(S0, I, wires=wires))
+        made = plan(spec(P, P, comm_formats=wires), spec(S0, I, comm_formats=wires))
         assert told(made) == ("reduce_scatter a, all_reduce b", round(forward, 2), backward)
-        made = plan(spec(P, R, wires=wires), spec(R, S1, wires=wires))
+        made = plan(spec(P, R, comm_formats=wires), spec(R, S1, comm_formats=wires))
         assert told(made)[0] == "slice b, all_reduce a"
     assert told(made) == ("slice b, all_reduce a", 192, 96)
-    made = plan(spec(P, P, wires=(BF16, None)), spec(S0, I))  # of the value as it is given
-    assert made.dst.wires == made.src.wires == (BF16, None)
-    assert plan(spec(P, P), spec(S0, I, wires=(BF16, None))).dst.wires == (None, None)
+    made = plan(spec(P, P, comm_formats=(BF16, None)), spec(S0, I))  # of the value as it is given
+    assert made.dst.comm_formats == made.src.comm_formats == (BF16, None)
+    assert plan(spec(P, P), spec(S0, I, comm_formats=(BF16, None))).dst.comm_formats == (None, None)
 
 
 def test_what_is_there_already_needs_nothing():
@@ -177,7 +177,7 @@ def test_what_no_plan_is_for():
 
 
 def test_what_is_undecided_is_left_alone():
-    src, dst = spec(P, I, undecided=2), spec(I, I, undecided=2)
+    src, dst = spec(P, I, undecided_mask=2), spec(I, I, undecided_mask=2)
     made = plan(src, dst)
     assert told(made) == ("all_reduce a", 576, 0)  # and not by way of a part of it on b
     assert (made.src, made.dst) == (src, dst)
@@ -185,10 +185,10 @@ def test_what_is_undecided_is_left_alone():
     assert plan(spec(P, R), spec(I, R)).ends != plan(spec(P, R), spec(R, R)).ends
     assert plan(spec(I, R), spec(I, I)).ends == (spec(I, R), spec(I, I))
     assert told(plan(spec(I, P), spec(I, R)))[0] == "slice a, all_reduce b, all_gather a"
-    assert told(plan(spec(I, P, undecided=1), spec(I, R, undecided=1))) == ("all_reduce b", 768, 768)
+    assert told(plan(spec(I, P, undecided_mask=1), spec(I, R, undecided_mask=1))) == ("all_reduce b", 768, 768)
     turned = mw.Mesh({"a": 3, "b": 2})
     assert told(plan(spec(P, I, mesh=turned), spec(R, I, mesh=turned)))[0] == "slice b, all_reduce a, all_gather b"
-    left = plan(spec(P, I, mesh=turned, undecided=2), spec(R, I, mesh=turned, undecided=2))
+    left = plan(spec(P, I, mesh=turned, undecided_mask=2), spec(R, I, mesh=turned, undecided_mask=2))
     assert told(left) == ("all_reduce a", 768, 768)
     assert plan(spec(R, P), spec(I, P)).ends == (spec(R, P), spec(I, P))
     ways = {plan(spec(S0, t), spec(I, t)).ends for t in (I, R)}
@@ -216,7 +216,7 @@ def test_only_the_minor_axis_of_a_dim_leaves_it():
 
 
 def test_the_same_of_another_dtype_and_with_a_format():
-    given = plan(spec(P, S0, dtype=BF16, sums=F32), spec(S0, R, dtype=BF16, sums=F32))
+    given = plan(spec(P, S0, dtype=BF16, accumulate_dtype=F32), spec(S0, R, dtype=BF16, accumulate_dtype=F32))
     made = in_dtype(given, F64)
     assert (made.src, made.dst) == (spec(P, S0, dtype=F64), spec(S0, R, dtype=F64))
     assert made.forward_bytes == 4 * 208

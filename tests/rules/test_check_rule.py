@@ -257,7 +257,7 @@ def spec(*placements: Any, mesh: mw.Mesh = FOUR, reduced: int = 0) -> Spec:
 def test_conversions_and_their_transposes(monkeypatch: pytest.MonkeyPatch) -> None:
     mw.check_conversion(spec(mw.Shard(0)), spec(mw.Shard(1)))
     mw.check_conversion(spec(mw.Partial()), spec(mw.Shard(0)))
-    mw.check_conversion(spec(mw.Replicate(), reduced=1), spec(mw.Shard(1)))
+    mw.check_conversion(spec(mw.Replicate(), grad_partial_mask=1), spec(mw.Shard(1)))
 
     from meshwright.testing import conversions
 

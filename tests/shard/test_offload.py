@@ -370,7 +370,7 @@ def test_hooks_beside_a_backward_do_not_communicate() -> None:
     def fn() -> None:
         mesh = mw.Mesh({"dp": 2}, device="cuda")
         p = mw.shard_tensor(torch.ones(2), DP, {})
-        p._spec = p._spec.with_(layout=mw.Layout(mesh, {"dp": mw.Replicate()}), reduced=1, undecided=0)
+        p._spec = p._spec.with_(layout=mw.Layout(mesh, {"dp": mw.Replicate()}), grad_partial_mask=1, undecided_mask=0)
         assert torch.equal(GradientHook(p, lambda g: g * 2)(torch.ones(2)), torch.full((2,), 2.0))
         with pytest.raises(CollectiveError, match="runs beside the backward of the device and cannot communicate"):
             GradientHook(p, mw.unshard)(torch.ones(2))

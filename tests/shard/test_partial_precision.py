@@ -172,7 +172,9 @@ def test_the_widest_of_nested_modules_counts_from_there_on():
         mw.shard_module(model, TP, {"*.weight": ROWS}, precision=policy)
         seen = []
         for m in model:
-            m.register_forward_hook(lambda m, args, y: seen.append((args[0].spec.sums, y.spec.sums)))
+            m.register_forward_hook(
+                lambda m, args, y: seen.append((args[0].spec.accumulate_dtype, y.spec.accumulate_dtype))
+            )
         model(mw.shard_tensor(torch.ones(2, 4), TP, ()))
         return seen
 
@@ -192,7 +194,8 @@ def test_what_has_no_rule_and_functions_of_the_users_keep_it():
     def run():
         y = row(F32)(parts())
         return [
-            t.spec.sums for t in (Double.apply(y), torch.cummax(y, 0)[0], y.argmax(), y > 0, torch.where(y > 0, y, 0))
+            t.spec.accumulate_dtype
+            for t in (Double.apply(y), torch.cummax(y, 0)[0], y.argmax(), y > 0, torch.where(y > 0, y, 0))
         ]
 
     assert simulated(run) == [F32, F32, None, None, F32]
@@ -200,16 +203,16 @@ def test_what_has_no_rule_and_functions_of_the_users_keep_it():
 
 def test_specs_know_it():
     mesh = mw.Mesh({"x": 2})
-    spec = mw.Spec((4,), BF16, mw.Layout(mesh, [mw.Partial()]), sums=F32)
+    spec = mw.Spec((4,), BF16, mw.Layout(mesh, [mw.Partial()]), accumulate_dtype=F32)
     assert repr(spec) == "bfloat16[4] <x: Partial()>, summed in float32"
-    assert spec.summed is F32
-    assert spec.grad().sums is F32
-    assert spec.with_(dtype=F64).summed is F64  # the wider one
-    assert spec.with_(dtype=torch.complex64).summed is torch.complex64
+    assert spec.reduce_dtype is F32
+    assert spec.grad().accumulate_dtype is F32
+    assert spec.with_(dtype=F64).reduce_dtype is F64  # the wider one
+    assert spec.with_(dtype=torch.complex64).reduce_dtype is torch.complex64
     assert spec.with_(dtype=F16).with_(dtype=BF16) is spec
     assert spec_from(spec_data(spec), mesh) is spec
     assert copy.deepcopy(spec) is spec
-    assert mw.Spec((4,), torch.int64, mw.Layout(mesh), sums=F32).sums is None
+    assert mw.Spec((4,), torch.int64, mw.Layout(mesh), accumulate_dtype=F32).accumulate_dtype is None
 
 
 def test_a_partial_kept_across_steps_and_saved_is_summed_alike():
@@ -222,7 +225,7 @@ def test_a_partial_kept_across_steps_and_saved_is_summed_alike():
         torch.save(model(parts()).detach(), file)
         file.seek(0)
         loaded = torch.load(file, weights_only=False)
-        return kept.spec.sums, loaded.spec.sums, float(mw.unshard(loaded))
+        return kept.spec.accumulate_dtype, loaded.spec.accumulate_dtype, float(mw.unshard(loaded))
 
     assert simulated(run) == (F32, F32, WIDE)
 

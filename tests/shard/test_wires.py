@@ -217,7 +217,7 @@ def test_a_program_with_wires_is_a_file(tmp_path: Any) -> None:
     assert {c.dtype for c in explain_program(again).collectives if c.kind.startswith("wire_")} == {"float8/16"}
     spec = next(i.spec for i in again.inputs if i.kind == "param")
     assert spec is not None
-    assert (spec.wire, spec.grad_comm_format) == (None, mw.Float8(16))
+    assert (spec.comm_format, spec.grad_comm_format) == (None, mw.Float8(16))
 
 
 def test_ranks_wait_in_one_order() -> None:

@@ -37,12 +37,12 @@ def test_an_operand_costs_what_its_plan_does(graded):
     kinds = [(Partial(op), {}) for op in ("avg", "product")]
     for (have, more), (want, _), dependent in itertools.product(TYPES + kinds, TYPES[1:] + kinds, (False, True)):
         src = spec(have, mesh=LINE, shape=(3, 3), **more)
-        reduced = want == R and (dependent or src.reduced)  # what is reduced keeps its type
-        made = plan(src, spec(want, mesh=LINE, shape=(3, 3), reduced=int(reduced)))
+        reduced = want == R and (dependent or src.grad_partial_mask)  # what is reduced keeps its type
+        made = plan(src, spec(want, mesh=LINE, shape=(3, 3), grad_partial_mask=int(reduced)))
         expected = made.bytes if graded else made.forward_bytes
         got = search._axis_bytes(src, 0, want, dependent, float(graded), 1.0) * 3 / 4 * src.nbytes
         assert got == pytest.approx(expected), (src, want, dependent)
-    leaf = spec(R, mesh=LINE, undecided=1)
+    leaf = spec(R, mesh=LINE, undecided_mask=1)
     assert [search._axis_bytes(leaf, 0, R, d, g, w) for d, g, w in ((True, 1, 1), (True, 1, 2), (True, 0, 1))] == [
         2,
         4,
@@ -55,7 +55,7 @@ def test_an_operand_costs_what_its_plan_does(graded):
         4,
         0,
     ]
-    second = spec(S0, R, reduced=2)
+    second = spec(S0, R, grad_partial_mask=2)
     assert [search._axis_bytes(second, a, R, True, 1, 1) for a in (0, 1)] == [2, 0]
     assert [search._axis_bytes(spec(P, S0), a, R, True, 1, 2) for a in (0, 1)] == [8, 3]
     assert [search._axis_bytes(spec(P, S0), a, S0, True, 1, 2) for a in (0, 1)] == [3, 0]
@@ -186,14 +186,14 @@ def test_what_moves():
 
 def test_the_price_of_all_axes_is_that_of_the_plans():
     ba = {0: (1, 0)}
-    leaf = spec(R, R, undecided=3)
+    leaf = spec(R, R, undecided_mask=3)
     for line, ins, factors in (
         ("t k, n k -> t n", (spec(S0, R), spec(R, S0)), "tn"),
         ("t k, n k -> t n", (spec(S0, R), leaf), "tt"),  # reduced at the leaf, over both
         ("t k, n k -> t n", (spec(S0, R), leaf), ("t", None)),
         ("t k, n k -> t n", (spec(S1, S1), spec(S1, R)), "kk"),
         ("a b, a b -> a b", (spec(S0, S0), spec(S0, S0, order=ba)), "aa"),
-        ("a b, a b -> a b", (spec(R, R, dtype=INT, undecided=3), spec(S0, P)), "ab"),
+        ("a b, a b -> a b", (spec(R, R, dtype=INT, undecided_mask=3), spec(S0, P)), "ab"),
         ("a b, a b -> a b", (leaf, spec(P, P)), (0, 0)),
     ):
         rule = rule_of(line, ins, reduced="k", linear=[Arg(1, (24, 24), F32)])
@@ -204,7 +204,7 @@ def test_the_price_of_all_axes_is_that_of_the_plans():
             made = ask.typed(picks, {})
             expected = cost(made, (*constants, *(i for i, s in enumerate(ins) if s.dtype == INT)))
             for i, (given, src) in enumerate(zip(ins, made.sources, strict=True)):
-                axes = given.undecided & src.reduced if given.dtype == F32 and i not in constants else 0
+                axes = given.undecided_mask & src.grad_partial_mask if given.dtype == F32 and i not in constants else 0
                 expected += sum(2 * (n - 1) / n * src.nbytes for a, n in enumerate((2, 3)) if axes >> a & 1)
             shared = len([f for f in factors if isinstance(f, str)]) - len({f for f in factors if isinstance(f, str)})
             price = ask._exact(made)
@@ -224,7 +224,7 @@ def test_of_what_only_moves_the_outermost_dims_are_split():
 
 
 def test_what_is_wide():
-    half, ints = spec(S0, R, dtype=torch.bfloat16, sums=torch.float64), spec(S0, R, dtype=INT)
+    half, ints = spec(S0, R, dtype=torch.bfloat16, accumulate_dtype=torch.float64), spec(S0, R, dtype=INT)
     rule = rule_of("a b, a b -> a b", (half, ints))
     ask = Search(rule, (half, ints), [((24, 24), torch.bfloat16)])
     assert [ask.wide(d) for d in (torch.bfloat16, F32, INT)] == [4, 2, 1]

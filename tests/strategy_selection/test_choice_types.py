@@ -42,7 +42,7 @@ def typed(line, ins, *factors, inplace=False, orders=None, outs=((6, 6),), dtype
 
 def kind(made):
     """Types of the first output: undecided and reduced axes."""
-    return made.outputs[0].undecided, made.outputs[0].reduced
+    return made.outputs[0].undecided_mask, made.outputs[0].grad_partial_mask
 
 
 ADD = "a b, a b -> a b"
@@ -51,14 +51,15 @@ ADD = "a b, a b -> a b"
 @pytest.mark.parametrize("inplace", [False, True])
 def test_types_where_all_is_replicated(inplace):
     both = 3
-    invariant, reduced, leaf = spec(), spec(reduced=both), spec(undecided=both)
-    number = spec(dtype=INT, reduced=2)
+    invariant, reduced, leaf = spec(), spec(grad_partial_mask=both), spec(undecided_mask=both)
+    number = spec(dtype=INT, grad_partial_mask=2)
     for ins, expected in (
         ((invariant, invariant), (0, 0)), ((reduced, reduced), (0, both)), ((leaf, leaf), (both, 0)),
         ((invariant, leaf), (0, 0)), ((reduced, leaf), (0, both)), ((number, leaf), (both, 0)),
         ((number, reduced), (0, both)), ((number, number), (both, 0)),
         ((reduced, invariant), (0, both if inplace else 0)), ((invariant, reduced), (0, 0)),
-        ((spec(undecided=1, reduced=2), leaf), (1, 2)), ((spec(undecided=2), spec(undecided=1)), (0, 0)),
+        ((spec(undecided_mask=1, grad_partial_mask=2), leaf), (1, 2)),
+        ((spec(undecided_mask=2), spec(undecided_mask=1)), (0, 0)),
     ):  # fmt: skip
         assert kind(typed(ADD, ins, None, None, inplace=inplace)) == expected, ins
     # In place the target keeps its type, whatever comes behind it; what is undecided has none yet.
@@ -68,39 +69,39 @@ def test_types_where_all_is_replicated(inplace):
 
 
 def test_what_is_reduced_on_the_way_is_invariant():
-    given = spec(S0, P), spec(reduced=3)
+    given = spec(S0, P), spec(grad_partial_mask=3)
     made = typed(ADD, given, None, None)
     assert kind(made) == (0, 0)
     assert [s.layout.placements for s in made.inputs] == [(R, R), (R, R)]
-    assert made.inputs[1].reduced == 0  # asked for as invariant
+    assert made.inputs[1].grad_partial_mask == 0  # asked for as invariant
     assert made.sources == given
 
 
 def test_a_leaf_is_decided_by_its_use():
     """A weight is reduced where the op splits something, invariant where what it meets is, and open otherwise."""
-    x, w = spec(S0, R, reduced=0, undecided=2), spec(undecided=3)
+    x, w = spec(S0, R, grad_partial_mask=0, undecided_mask=2), spec(undecided_mask=3)
     made = typed("t k, n k -> t n", (x, w), "t", None, reduced="k")
-    assert (made.sources[1].reduced, made.sources[1].undecided) == (1, 2)
-    assert (made.inputs[1].reduced, made.inputs[1].undecided) == (1, 2)
+    assert (made.sources[1].grad_partial_mask, made.sources[1].undecided_mask) == (1, 2)
+    assert (made.inputs[1].grad_partial_mask, made.inputs[1].undecided_mask) == (1, 2)
     assert (made.sources[0], made.inputs[0]) == (x, x)
-    assert made.outputs == (spec(S0, R, undecided=2),)
+    assert made.outputs == (spec(S0, R, undecided_mask=2),)
     assert made.open == 2
     assert [s.factor for s in made.strategies] == ["t", None]
     made = typed("t k, n k -> t n", (spec(S0, R), w), "t", None, reduced="k")
-    assert (made.sources[1].reduced, made.sources[1].undecided) == (1, 0)  # invariant on b
+    assert (made.sources[1].grad_partial_mask, made.sources[1].undecided_mask) == (1, 0)  # invariant on b
     assert made.outputs == (spec(S0, R),)
     # Of what is split itself each rank uses its part: zeros around the gradient, and one sum at the leaf.
     made = typed("t k, n k -> t n", (spec(S0, R), w), "t", "n", reduced="k")
-    assert (made.sources[1].reduced, made.sources[1].undecided) == (3, 0)
-    assert made.inputs[1] == spec(R, S0, reduced=1)
-    assert made.inputs[0] == spec(S0, R, reduced=2)
+    assert (made.sources[1].grad_partial_mask, made.sources[1].undecided_mask) == (3, 0)
+    assert made.inputs[1] == spec(R, S0, grad_partial_mask=1)
+    assert made.inputs[0] == spec(S0, R, grad_partial_mask=2)
     assert made.sources[0] == spec(S0, R)
     assert made.outputs[0].layout.placements == (S0, S1)
     # Kept Partial: the other operand of a product is reduced too.
-    parts, other = spec(P, R), spec(undecided=1)
+    parts, other = spec(P, R), spec(undecided_mask=1)
     made = typed(ADD, (parts, other), 0, None, linear=(Arg(0, (6, 6), F32),))
-    assert made.inputs == (parts, spec(reduced=1))
-    assert made.sources[1] == spec(reduced=1)
+    assert made.inputs == (parts, spec(grad_partial_mask=1))
+    assert made.sources[1] == spec(grad_partial_mask=1)
     assert made.outputs == (parts,)
     # A leaf that becomes Partial itself is decided, and not reduced.
     made = typed(ADD, (parts, other), 0, None, linear=([Arg(0, (6, 6), F32), Arg(1, (6, 6), F32)],))
@@ -108,32 +109,34 @@ def test_a_leaf_is_decided_by_its_use():
 
 
 def test_integers_have_no_gradient():
-    index = spec(dtype=INT, undecided=3)
+    index = spec(dtype=INT, undecided_mask=3)
     made = typed(ADD, (spec(S0, R), index), "a", None)
     assert made.inputs[1].layout.placements == (S0, R)
-    assert made.sources[1].undecided == 0
-    mask = spec(dtype=BOOL, reduced=3)
+    assert made.sources[1].undecided_mask == 0
+    mask = spec(dtype=BOOL, grad_partial_mask=3)
     assert typed(ADD, (spec(), mask), None, None).inputs[1] == mask  # whatever type it has is fine
-    assert typed(ADD, (spec(S0, R), mask), "a", None).inputs[1].reduced == 2
+    assert typed(ADD, (spec(S0, R), mask), "a", None).inputs[1].grad_partial_mask == 2
     plain = spec(dtype=BOOL)
     assert typed(ADD, (spec(), plain), None, None).inputs[1] == plain
-    made = typed(ADD, (spec(reduced=3), spec(reduced=3)), None, None, dtype=BOOL)
+    made = typed(ADD, (spec(grad_partial_mask=3), spec(grad_partial_mask=3)), None, None, dtype=BOOL)
     assert kind(made) == (MESH.everywhere, 0)
     assert [carries_grad(d) for d in (F32, torch.complex64, INT, BOOL)] == [True, True, False, False]
 
 
 def test_sums_are_the_widest():
-    made = typed(ADD, (spec(S0, R), spec(sums=F64)), "a", None)
-    assert {s.sums for s in (*made.inputs, *made.outputs)} == {F64}
-    assert made.sources[1] == spec(sums=F64)
-    assert made.sources[0].sums is None
-    leaf = spec(undecided=1)
-    made = typed(ADD, (spec(S0, R, sums=F64), leaf), "a", None)
-    assert made.sources[1] == spec(reduced=1, sums=F64)  # its gradient is summed as the op's values are
+    made = typed(ADD, (spec(S0, R), spec(accumulate_dtype=F64)), "a", None)
+    assert {s.accumulate_dtype for s in (*made.inputs, *made.outputs)} == {F64}
+    assert made.sources[1] == spec(accumulate_dtype=F64)
+    assert made.sources[0].accumulate_dtype is None
+    leaf = spec(undecided_mask=1)
+    made = typed(ADD, (spec(S0, R, accumulate_dtype=F64), leaf), "a", None)
+    assert made.sources[1] == spec(
+        grad_partial_mask=1, accumulate_dtype=F64
+    )  # its gradient is summed as the op's values are
 
 
 def test_what_lends_its_shape_stays():
-    lender = spec(S1, R, reduced=0, undecided=2)
+    lender = spec(S1, R, grad_partial_mask=0, undecided_mask=2)
     rule = rule_of(ADD, (spec(S0, R), lender), lends=[Arg(1, (6, 6), F32)])
     made = types(rule, (spec(S0, R), lender), chosen(rule, "a", None), {}, inplace=False)
     ins = spec(S0, R), lender
@@ -141,22 +144,22 @@ def test_what_lends_its_shape_stays():
     assert made.of(ins, [((6, 6), F32)]).sources == ins
     assert made.operands[1].layout is None
     # And says nothing about types: the other operand alone does.
-    other = spec(undecided=3)
+    other = spec(undecided_mask=3)
     rule = rule_of(ADD, (other, spec()), lends=[Arg(1, (6, 6), F32)])
     assert types(rule, (other, spec()), chosen(rule, None, None), {}, inplace=False).open == 3
 
 
 def test_what_lends_its_shape_may_come_first():
-    ins = spec(S1, R), spec(undecided=3)
+    ins = spec(S1, R), spec(undecided_mask=3)
     made = typed(ADD, ins, "a", None, lends=[Arg(0, (6, 6), F32)])
-    assert (made.inputs[0], made.inputs[1]) == (ins[0], spec(S0, R, undecided=2))
+    assert (made.inputs[0], made.inputs[1]) == (ins[0], spec(S0, R, undecided_mask=2))
 
 
 def test_an_axis_may_stay_open_in_front_of_one_that_is_decided():
-    ins = spec(R, S0, undecided=1), spec(undecided=3)
+    ins = spec(R, S0, undecided_mask=1), spec(undecided_mask=3)
     made = typed("t k, n k -> t n", ins, None, "t", reduced="k")
-    assert made.sources[1] == spec(reduced=2, undecided=1)
-    assert made.inputs[1] == spec(reduced=2, undecided=1)
+    assert made.sources[1] == spec(grad_partial_mask=2, undecided_mask=1)
+    assert made.inputs[1] == spec(grad_partial_mask=2, undecided_mask=1)
     assert made.open == 1
 
 

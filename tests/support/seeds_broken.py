@@ -228,7 +228,7 @@ BROKEN = [
      '@rule("matmul", "linalg_matmul", "mm", "bmm", "mv", "dot", "vdot")\n',
      ""),
     ("Outputs that should have another layout", "strategy_selection/search.py",
-     "            pairs.append((made, made.with_(layout=wanted.layout, reduced=wanted.reduced)))\n",
+     "            pairs.append((made, made.with_(layout=wanted.layout, grad_partial_mask=wanted.grad_partial_mask)))\n",
      ""),
     ("Validation of requests", "tensor/inference.py",
      "if [a[i] for a in asked] != [g[i] for g in given]:",

@@ -188,7 +188,7 @@ def test_a_gradient_that_is_reduced_at_its_leaf_is_counted() -> None:
     assert found.bytes == 8 * 6 * 4
     assert found.outputs[0].layout.placements == (S0,)
     # A value of a type is asked about as what it is.
-    assert mw.infer_forward("linear", x, w.with_(reduced=1)).bytes == 0
+    assert mw.infer_forward("linear", x, w.with_(grad_partial_mask=1)).bytes == 0
 
 
 @pytest.mark.parametrize(

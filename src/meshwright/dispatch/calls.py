@@ -265,7 +265,7 @@ def spec_of(t: Tensor, mesh: Mesh) -> Spec:
     if spec is not None:
         return spec
     everywhere = mesh.everywhere
-    return Spec(t.shape, t.dtype, Layout(mesh), undecided=0 if t.requires_grad else everywhere)
+    return Spec(t.shape, t.dtype, Layout(mesh), undecided_mask=0 if t.requires_grad else everywhere)
 
 
 def mesh_of(tensors: Sequence[Tensor], name: str) -> Mesh:

@@ -204,7 +204,7 @@ def reduce_early(t: Tensor, axes: Sequence[int], reduced: int, ops: str, reason:
         ops, reason: for the records, what needs it and why it is reduced here.
     """
     spec: Spec = marked(t.__dict__["_spec"], NO_MARKS)
-    dst = spec.with_(layout=spec.layout.without_partial(axes), reduced=spec.reduced | reduced)
+    dst = spec.with_(layout=spec.layout.without_partial(axes), grad_partial_mask=spec.grad_partial_mask | reduced)
 
     def note(steps: planner.ConversionPlan, moved: bool) -> None:
         record.implicit(ops, 0, steps, reason, moved, " and ".join(t.__dict__.get("_producers", ())))
@@ -361,8 +361,8 @@ class Execution:
         # Where what a value was reduced to has a type, the value has it, and all that is linked to it.
         for i, steps in plan.known:
             t = tensors[i]
-            if t.requires_grad and t.__dict__["_spec"].undecided & ~steps.src.undecided:
-                resolve_types(t, t.__dict__["_spec"].with_(undecided=steps.src.undecided))
+            if t.requires_grad and t.__dict__["_spec"].undecided_mask & ~steps.src.undecided_mask:
+                resolve_types(t, t.__dict__["_spec"].with_(undecided_mask=steps.src.undecided_mask))
                 anew = True
         for i, spec in () if anew else plan.decide:
             t = tensors[i]
@@ -372,7 +372,7 @@ class Execution:
             if t.requires_grad and "_spec" in t.__dict__:
                 if should_reduce_at_use(t, spec):
                     spec, anew = t.__dict__["_spec"].decided(), True
-                resolve_types(t, spec, _use(plan, spec.reduced) if runtime.RT.records is not None else "")
+                resolve_types(t, spec, _use(plan, spec.grad_partial_mask) if runtime.RT.records is not None else "")
         return anew
 
     def _run_local(self, locals_: list[Tensor]) -> Any:
@@ -423,14 +423,14 @@ class Execution:
                     with as_plain(target) as local:
                         local.set_(new)
                 whole, everywhere = Layout(old.mesh), old.mesh.everywhere
-                spec = old.with_(shape=new.shape, layout=whole, reduced=0, undecided=everywhere)
+                spec = old.with_(shape=new.shape, layout=whole, grad_partial_mask=0, undecided_mask=everywhere)
                 return cast(Tensor, self.wrap(target, marked(spec, replace(marks, copied=False))))
         back = plan.back
         if back is not None:
             if back.steps and torch.is_grad_enabled() and (target.requires_grad or value.requires_grad):
                 # Its transpose is of the type that the target's gradient has by now, which the plan did not know.
                 spec = written_spec(old, made)
-                back = planner.plan(made.with_(undecided=spec.undecided), spec.with_(dtype=made.dtype))
+                back = planner.plan(made.with_(undecided_mask=spec.undecided_mask), spec.with_(dtype=made.dtype))
             value = _convert_recorded(plan, 0, value, back, _bring_back)
         if value is not target:
             with as_plain(target) as local, as_plain(value) as new:
@@ -439,7 +439,11 @@ class Execution:
         if made.shape != old.shape:
             spec, marks = made, replace(marks, copied=False)
         else:
-            spec = written_spec(old, made) if recorded else old.with_(sums=widest_accumulate_dtype((old, made)))
+            spec = (
+                written_spec(old, made)
+                if recorded
+                else old.with_(accumulate_dtype=widest_accumulate_dtype((old, made)))
+            )
         self.wrap(target, marked(spec, marks))
         if recorded:
             propagate_type_to_base(target, self.tensors)
@@ -461,14 +465,14 @@ class Execution:
             sums = widest_accumulate_dtype(spec_of(t, whole.mesh) for t in self.tensors)
             for t in made:
                 undecided = 0 if t.requires_grad else whole.mesh.everywhere
-                self.wrap(t, still(t, Spec(t.shape, t.dtype, whole, 0, undecided, sums=sums), marks))
+                self.wrap(t, still(t, Spec(t.shape, t.dtype, whole, 0, undecided, accumulate_dtype=sums), marks))
             return result
         ties = plan.choice.open and torch.is_grad_enabled()
         for t, spec in zip(made, plan.outputs, strict=True):
             self.wrap(t, still(t, spec, marks))
             if records is not None and spec.layout.partial:
                 record.produced(t, _use(plan, sum(1 << a for a in spec.layout.partial)), self.tensors)
-            if ties and t.requires_grad and spec.undecided:
+            if ties and t.requires_grad and spec.undecided_mask:
                 link([*self.tensors, t])
         return result
 
@@ -525,7 +529,7 @@ def _types_changed(t: Tensor, spec: Spec) -> bool:
     now: Spec | None = t.__dict__.get("_spec")
     if now is None or now.layout != spec.layout:
         return False
-    return bool((now.reduced ^ spec.reduced) & ~(now.undecided | spec.undecided))
+    return bool((now.grad_partial_mask ^ spec.grad_partial_mask) & ~(now.undecided_mask | spec.undecided_mask))
 
 
 def _convert_recorded(
@@ -568,13 +572,13 @@ def wanted(spec: Spec, placements: Placements, order: Any = None) -> Spec:
     layout = Layout(spec.mesh, placements, order=order, ndim=spec.ndim)
     pairs = zip(layout.placements, spec.layout.placements, strict=True)
     kept = sum(1 << a for a, (p, q) in enumerate(pairs) if p == q)
-    return Spec(spec.shape, spec.dtype, layout, spec.reduced & kept, sums=spec.sums)
+    return Spec(spec.shape, spec.dtype, layout, spec.grad_partial_mask & kept, accumulate_dtype=spec.accumulate_dtype)
 
 
 def convert_layout(x: Tensor, target: Spec, wrap: Wrap) -> Tensor:
     """``x`` brought to ``target`` because somebody asked for it by name.  Must run with dispatch disabled."""
     spec: Spec = x.__dict__["_spec"]
-    if x.requires_grad and spec.undecided:
+    if x.requires_grad and spec.undecided_mask:
         resolve_types(x, spec.decided())
     source, known = x.__dict__["_spec"].decided(), marks_of(spec).known
     if known is not None and not target.layout.partial and _known_here(x):
@@ -609,7 +613,7 @@ def unit_cotangent(spec: Spec, device: Any) -> Tensor:
     """The cotangent 1 of a global scalar (a ``root``), on this rank: on the first one only where parts are added up."""
     here, value = spec.mesh.coordinate(runtime.RT.rank), 1.0
     for a, place in enumerate(here):
-        if place and spec.reduced >> a & 1:
+        if place and spec.grad_partial_mask >> a & 1:
             value = 0.0
     with disabled():
         return torch.full(spec.local_shape(here), value, dtype=spec.dtype, device=device)

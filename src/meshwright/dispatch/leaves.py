@@ -39,7 +39,7 @@ def link(tensors: Sequence[Tensor | SpecHandle]) -> None:
     for t in tensors:
         space = getattr(t, "__dict__", {})
         spec = space.get("_spec")
-        if spec is None or not spec.undecided or not t.requires_grad:
+        if spec is None or not spec.undecided_mask or not t.requires_grad:
             continue
         own: _TypeGroup | None = space.get("_linked")
         if linked is None:
@@ -77,11 +77,13 @@ def gradient_types(t: Tensor) -> Callable[[], Spec | None]:
     """
     space = t.__dict__
     spec: Spec | None = space.get("_spec")
-    standin = SpecHandle(t) if spec is not None and spec.undecided and t.requires_grad and not _is_leaf(t) else None
+    standin = (
+        SpecHandle(t) if spec is not None and spec.undecided_mask and t.requires_grad and not _is_leaf(t) else None
+    )
 
     def told() -> Spec | None:
         now: Spec | None = space.get("_spec")
-        return standin.spec if standin is not None and now is not None and now.undecided else now
+        return standin.spec if standin is not None and now is not None and now.undecided_mask else now
 
     return told
 
@@ -97,7 +99,7 @@ def should_reduce_at_use(t: Tensor, spec: Spec) -> bool:
     Reducing at the leaves is shared by all uses and bucketed; it is dearer where the leaves are larger than the value.
     """
     linked: _TypeGroup | None = t.__dict__.get("_linked")
-    if _is_leaf(t) or linked is None or not spec.reduced & t.__dict__["_spec"].undecided:
+    if _is_leaf(t) or linked is None or not spec.grad_partial_mask & t.__dict__["_spec"].undecided_mask:
         return False
     leaves = sum(m.__dict__["_spec"].shape.numel() for m in linked.alive() if isinstance(m, Tensor) and _is_leaf(m))
     return leaves > spec.shape.numel()
@@ -113,17 +115,20 @@ def resolve_types(t: Tensor, spec: Spec, by: str = "") -> None:
     if old is None or old is spec:
         return
     linked: _TypeGroup | None = space.get("_linked")
-    decided = old.undecided & ~spec.undecided
+    decided = old.undecided_mask & ~spec.undecided_mask
     for m in linked.alive() if linked is not None else [t]:
         now: Spec = m.__dict__["_spec"]
-        marks, mine = marks_of(now).after_write(), decided & now.undecided
-        now = now.with_(reduced=now.reduced | (spec.reduced & mine), undecided=now.undecided & ~mine)
+        marks, mine = marks_of(now).after_write(), decided & now.undecided_mask
+        now = now.with_(
+            grad_partial_mask=now.grad_partial_mask | (spec.grad_partial_mask & mine),
+            undecided_mask=now.undecided_mask & ~mine,
+        )
         if mine and not getattr(m, "_is_param", False):  # what parameters' are summed in their precision says
-            now = now.with_(sums=widest_accumulate_dtype((now, spec)))
+            now = now.with_(accumulate_dtype=widest_accumulate_dtype((now, spec)))
         m.__dict__["_spec"] = marked(now, marks)
-        if by and spec.reduced & mine:
+        if by and spec.grad_partial_mask & mine:
             m.__dict__.setdefault("_since", by)
-        if not now.undecided:
+        if not now.undecided_mask:
             m.__dict__.pop("_linked", None)
 
 
@@ -137,16 +142,22 @@ def resolve_from_base(tensors: Sequence[Tensor]) -> bool:
 
 def _follow_root(t: Tensor) -> bool:
     spec: Spec | None = t.__dict__.get("_spec")
-    if spec is None or not spec.undecided or not t.requires_grad or (base := _base_of(t)) is None:
+    if spec is None or not spec.undecided_mask or not t.requires_grad or (base := _base_of(t)) is None:
         return False
     root: Spec | None = base.__dict__.get("_spec")
     if root is None:
         return False
     link([base, t])
-    told = spec.undecided & ~root.undecided & _replicated(root)
+    told = spec.undecided_mask & ~root.undecided_mask & _replicated(root)
     if not told:
         return False
-    resolve_types(t, spec.with_(reduced=spec.reduced | (root.reduced & told), undecided=spec.undecided & ~told))
+    resolve_types(
+        t,
+        spec.with_(
+            grad_partial_mask=spec.grad_partial_mask | (root.grad_partial_mask & told),
+            undecided_mask=spec.undecided_mask & ~told,
+        ),
+    )
     return True
 
 
@@ -157,10 +168,13 @@ def propagate_type_to_base(t: Tensor, tensors: Sequence[Tensor]) -> None:
     root: Tensor = base if base is not None and "_spec" in base.__dict__ else t
     old: Spec = root.__dict__["_spec"]
     if root is not t and old.mesh == spec.mesh:
-        told = old.undecided & ~spec.undecided & _replicated(spec)
-        now = old.with_(reduced=old.reduced | (spec.reduced & told), undecided=old.undecided & ~told)
+        told = old.undecided_mask & ~spec.undecided_mask & _replicated(spec)
+        now = old.with_(
+            grad_partial_mask=old.grad_partial_mask | (spec.grad_partial_mask & told),
+            undecided_mask=old.undecided_mask & ~told,
+        )
         root.__dict__["_spec"] = marked(now, marks_of(old).after_write())
-    if spec.undecided:
+    if spec.undecided_mask:
         link([*tensors, t, root])
 
 

@@ -193,8 +193,10 @@ class _Planner:
             if op.inplace and i == 0:  # what is written to stays what it is
                 continue
             if m.known is not None and (known is None or known(tensors[i])):
-                open_ = s.undecided & m.known.undecided
-                self.known.append((i, resharding.plan(s.with_(undecided=open_), m.known.with_(undecided=open_))))
+                open_ = s.undecided_mask & m.known.undecided_mask
+                self.known.append(
+                    (i, resharding.plan(s.with_(undecided_mask=open_), m.known.with_(undecided_mask=open_)))
+                )
                 self.specs[i] = m.known
 
     def plan(self, strategies: Sequence[Strategy] | None) -> CallPlan:
@@ -349,7 +351,12 @@ class _Planner:
         if not outputs or op.custom or op.turns or self.forgets or self.watched:
             return Route.EXECUTE
         target, made = self.specs[0], outputs[0]
-        if op.inplace and (given["back"] or untyped or made.shape != target.shape or made.sums is not target.sums):
+        if op.inplace and (
+            given["back"]
+            or untyped
+            or made.shape != target.shape
+            or made.accumulate_dtype is not target.accumulate_dtype
+        ):
             return Route.EXECUTE  # what says anew what the target is cannot be left to the native op
         if not conversions and not known:
             return Route.NATIVE
@@ -367,7 +374,7 @@ class _Planner:
         conversions = _conversions(sources, [Spec(s.shape, s.dtype, whole) for s in sources])
         self._check_written({i for i, steps in conversions if not steps.free})
         sums = widest_accumulate_dtype(sources)
-        outputs = (Spec(sources[0].shape, sources[0].dtype, whole, sums=sums),) if op.inplace else ()
+        outputs = (Spec(sources[0].shape, sources[0].dtype, whole, accumulate_dtype=sums),) if op.inplace else ()
         lost = sum(steps.forward_bytes for _, steps in conversions)
         what, instead = f"{op.name} has no rule for these arguments", f"Give it one: @mw.rule({op.name!r})"
         if op.name.startswith(FUNCTIONS):
@@ -448,14 +455,18 @@ def _way_back(
     if made.layout == target.layout and not any(i == 0 for i, _ in conversions):
         return None
     written = written_spec(target, made)
-    return resharding.plan(made.with_(undecided=written.undecided), written.with_(dtype=made.dtype))
+    return resharding.plan(made.with_(undecided_mask=written.undecided_mask), written.with_(dtype=made.dtype))
 
 
 def written_spec(target: Spec, made: Spec) -> Spec:
     """Spec of a tensor after a write that makes ``made``: types that it had are kept, for its views have them too."""
-    open_ = target.undecided
-    reduced = target.reduced | (made.reduced & open_)
-    return target.with_(reduced=reduced, undecided=made.undecided & open_, sums=widest_accumulate_dtype((target, made)))
+    open_ = target.undecided_mask
+    reduced = target.grad_partial_mask | (made.grad_partial_mask & open_)
+    return target.with_(
+        grad_partial_mask=reduced,
+        undecided_mask=made.undecided_mask & open_,
+        accumulate_dtype=widest_accumulate_dtype((target, made)),
+    )
 
 
 def make_rule(op: Op, specs: Sequence[Spec], args: Args, kwargs: Kwargs) -> Rule | None:

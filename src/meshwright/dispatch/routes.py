@@ -178,7 +178,7 @@ def known_call(plan: CallPlan, func: Any, front: Frontend, tensors: Sequence[Ten
     several = len(plan.outputs) > 1
     wraps = several or not plan.outputs[0].shape  # numbers are looked at when they are wrapped
     specs = [t.__dict__["_spec"] for t in tensors if "_spec" in t.__dict__]
-    decides = bool(untyped) or (bool(plan.known) and any(s.undecided for s in specs))
+    decides = bool(untyped) or (bool(plan.known) and any(s.undecided_mask for s in specs))
 
     def native(args: Args, kwargs: Kwargs) -> Any:
         if route is NATIVE_WITHOUT_GRAD and (torch.is_grad_enabled() or (shared and autocast.active())):

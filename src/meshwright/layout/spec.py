@@ -15,8 +15,8 @@ from .layout import Layout
 from .placement import REPLICATE, At, Partial, Placement, Shard, dual, unreducible
 from .wire import Wire, wire_from, wire_name
 
-Wires = tuple[Wire | None, Wire | None]
-_AS_IT_IS: Wires = (None, None)
+CommFormats = tuple[Wire | None, Wire | None]
+_AS_IT_IS: CommFormats = (None, None)
 
 
 class Spec:
@@ -30,11 +30,12 @@ class Spec:
         shape: Global shape.
         dtype: Dtype.
         layout: Mesh and placements.
-        reduced: Bit mask over axes: the gradient starts Partial on them. See *types of Replicate* in the design.
-        undecided: Bit mask over axes on which either is still possible, as for leaves that no op has used.
-        sums: Least dtype in which the value and its gradient are summed over ranks. Default: their own.
-        wires: Communication formats of the value (`wire`) and of its gradient (`grad_comm_format`). Default:
-            their own dtype.
+        grad_partial_mask: Bit mask over axes: the gradient starts Partial on them. See *types of Replicate* in
+            the design.
+        undecided_mask: Bit mask over axes on which either is still possible, as for leaves that no op has used.
+        accumulate_dtype: Least dtype in which the value and its gradient are summed over ranks. Default: their own.
+        comm_formats: Communication formats of the value (`comm_format`) and of its gradient (`grad_comm_format`).
+            Default: their own dtype.
 
     Examples:
         ```python
@@ -47,15 +48,15 @@ class Spec:
     __slots__ = (
         "__weakref__",
         "_grad",
+        "accumulate_dtype",
+        "comm_formats",
         "dtype",
+        "grad_partial_mask",
         "layout",
         "mesh",
         "ndim",
-        "reduced",
         "shape",
-        "sums",
-        "undecided",
-        "wires",
+        "undecided_mask",
     )
 
     layout: Layout
@@ -63,10 +64,10 @@ class Spec:
     dtype: torch.dtype
     mesh: Mesh
     ndim: int
-    reduced: int
-    undecided: int
-    sums: torch.dtype | None
-    wires: Wires
+    grad_partial_mask: int
+    undecided_mask: int
+    accumulate_dtype: torch.dtype | None
+    comm_formats: CommFormats
     _grad: Spec | None
 
     _made: ClassVar[WeakValueDictionary[tuple[Any, ...], Spec]] = WeakValueDictionary()
@@ -76,10 +77,10 @@ class Spec:
         shape: Sequence[int],
         dtype: torch.dtype,
         layout: Layout,
-        reduced: int = 0,
-        undecided: int = 0,
-        sums: torch.dtype | None = None,
-        wires: Wires = _AS_IT_IS,
+        grad_partial_mask: int = 0,
+        undecided_mask: int = 0,
+        accumulate_dtype: torch.dtype | None = None,
+        comm_formats: CommFormats = _AS_IT_IS,
     ) -> Spec:
         try:
             layout = layout.with_ndim(len(shape))
@@ -88,11 +89,11 @@ class Spec:
                 f"Spec({shape!r}, {dtype!r}, {layout!r}): a tuple, a torch.dtype and a mw.Layout were expected"
             ) from None
         several = layout.mesh.everywhere  # over an axis of one rank there is nothing to add up
-        reduced &= layout.replicated & several
-        undecided &= layout.replicated & several & ~reduced
-        if sums is not None and not (dtype.is_floating_point or dtype.is_complex):
-            sums = None
-        key = (tuple(shape), dtype, layout, reduced, undecided, sums, wires)
+        grad_partial_mask &= layout.replicated & several
+        undecided_mask &= layout.replicated & several & ~grad_partial_mask
+        if accumulate_dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+            accumulate_dtype = None
+        key = (tuple(shape), dtype, layout, grad_partial_mask, undecided_mask, accumulate_dtype, comm_formats)
         found = cls._made.get(key)
         if found is None:
             if not isinstance(dtype, torch.dtype):
@@ -109,20 +110,20 @@ class Spec:
             found = super().__new__(cls)
             found.shape, found.dtype, found.layout = torch.Size(shape), dtype, layout
             found.mesh, found.ndim = layout.mesh, len(shape)
-            found.reduced, found.undecided = reduced, undecided
-            found.sums, found.wires, found._grad = sums, wires, None
+            found.grad_partial_mask, found.undecided_mask = grad_partial_mask, undecided_mask
+            found.accumulate_dtype, found.comm_formats, found._grad = accumulate_dtype, comm_formats, None
             cls._made[key] = found
         return found
 
     @property
-    def wire(self) -> Wire | None:
-        """The format in which what ranks hold of the value travels where it is summed; None: as it is."""
-        return self.wires[0]
+    def comm_format(self) -> Wire | None:
+        """The format in which the shards of the value are sent where they are summed; None: their dtype."""
+        return self.comm_formats[0]
 
     @property
     def grad_comm_format(self) -> Wire | None:
-        """The same of its gradient."""
-        return self.wires[1]
+        """The format in which the shards of its gradient are sent; None: their dtype."""
+        return self.comm_formats[1]
 
     @property
     def nbytes(self) -> int:
@@ -130,10 +131,10 @@ class Spec:
         return self.shape.numel() * self.dtype.itemsize
 
     @property
-    def summed(self) -> torch.dtype:
-        """The dtype in which what ranks hold of the value, or of its gradient, is summed: its own, unless ``sums`` is
-        wider."""
-        return self.dtype if self.sums is None else wider(self.dtype, self.sums)
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which the value, or its gradient, is summed over ranks: the wider of ``dtype`` and
+        ``accumulate_dtype``."""
+        return self.dtype if self.accumulate_dtype is None else wider(self.dtype, self.accumulate_dtype)
 
     def local_shape(self, coordinate: Sequence[int]) -> tuple[int, ...]:
         """Shape that the rank at ``coordinate`` holds."""
@@ -175,8 +176,16 @@ class Spec:
         return self._grad
 
     def _make_grad(self) -> Spec:
-        layout, mask = _dual(self.layout, self.reduced, self.ndim)
-        return Spec(self.shape, self.dtype, layout, mask, self.undecided, sums=self.sums, wires=self.wires[::-1])
+        layout, mask = _dual(self.layout, self.grad_partial_mask, self.ndim)
+        return Spec(
+            self.shape,
+            self.dtype,
+            layout,
+            mask,
+            self.undecided_mask,
+            accumulate_dtype=self.accumulate_dtype,
+            comm_formats=self.comm_formats[::-1],
+        )
 
     def with_(
         self,
@@ -184,48 +193,52 @@ class Spec:
         shape: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
         layout: Layout | None = None,
-        reduced: int | None = None,
-        undecided: int | None = None,
-        sums: torch.dtype | None = None,
-        wires: Wires | None = None,
+        grad_partial_mask: int | None = None,
+        undecided_mask: int | None = None,
+        accumulate_dtype: torch.dtype | None = None,
+        comm_formats: CommFormats | None = None,
     ) -> Spec:
         """The same spec with some parts replaced."""
         return Spec(
             self.shape if shape is None else shape,
             self.dtype if dtype is None else dtype,
             self.layout if layout is None else layout,
-            self.reduced if reduced is None else reduced,
-            self.undecided if undecided is None else undecided,
-            self.sums if sums is None else sums,
-            self.wires if wires is None else wires,
+            self.grad_partial_mask if grad_partial_mask is None else grad_partial_mask,
+            self.undecided_mask if undecided_mask is None else undecided_mask,
+            self.accumulate_dtype if accumulate_dtype is None else accumulate_dtype,
+            self.comm_formats if comm_formats is None else comm_formats,
         )
 
     def summed_as(self, dtype: torch.dtype) -> Spec:
         """The same spec of values of another dtype, which are summed over ranks in that and no other."""
-        return Spec(self.shape, dtype, self.layout, self.reduced, self.undecided, wires=self.wires)
+        return Spec(
+            self.shape, dtype, self.layout, self.grad_partial_mask, self.undecided_mask, comm_formats=self.comm_formats
+        )
 
     def decided(self) -> Spec:
         """The same spec, invariant on the axes that were undecided: as if nobody asked for a gradient."""
-        return self.with_(undecided=0) if self.undecided else self
+        return self.with_(undecided_mask=0) if self.undecided_mask else self
 
     def invariant(self) -> Spec:
         """The same spec, invariant on every replicated axis: its gradient is whole, or nothing is differentiated."""
-        return self.with_(reduced=0, undecided=0) if self.reduced or self.undecided else self
+        return (
+            self.with_(grad_partial_mask=0, undecided_mask=0) if self.grad_partial_mask or self.undecided_mask else self
+        )
 
     def untyped(self) -> Spec:
         """The same spec, undecided on every replicated axis: of a new leaf, that no op has used yet."""
-        return self.with_(reduced=0, undecided=self.mesh.everywhere)
+        return self.with_(grad_partial_mask=0, undecided_mask=self.mesh.everywhere)
 
     def __repr__(self) -> str:
         dtype = dtype_name(self.dtype)
-        sums = "" if self.summed is self.dtype else f", summed in {dtype_name(self.summed)}"
-        formats = zip(("sent as", "gradient sent as"), self.wires, strict=True)
+        sums = "" if self.reduce_dtype is self.dtype else f", summed in {dtype_name(self.reduce_dtype)}"
+        formats = zip(("sent as", "gradient sent as"), self.comm_formats, strict=True)
         wire = "".join(f", {how} {wire_name(w)}" for how, w in formats if w is not None)
         return f"{dtype}[{', '.join(map(str, self.shape))}] {self.layout!r}{sums}{wire}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        types = (self.reduced, self.undecided)
-        return Spec, (tuple(self.shape), self.dtype, self.layout, *types, self.sums, self.wires)
+        types = (self.grad_partial_mask, self.undecided_mask)
+        return Spec, (tuple(self.shape), self.dtype, self.layout, *types, self.accumulate_dtype, self.comm_formats)
 
 
 @lru_cache(maxsize=4096)
@@ -244,8 +257,8 @@ def widest_accumulate_dtype(specs: Iterable[Spec]) -> torch.dtype | None:
     """The dtype in which what is made of values of these specs is summed at least; None: its own."""
     found: torch.dtype | None = None
     for s in specs:
-        if s.sums is not None and s.sums is not found:
-            found = s.sums if found is None else wider(found, s.sums)
+        if s.accumulate_dtype is not None and s.accumulate_dtype is not found:
+            found = s.accumulate_dtype if found is None else wider(found, s.accumulate_dtype)
     return found
 
 
@@ -255,9 +268,10 @@ def widest_accumulate_dtype(specs: Iterable[Spec]) -> torch.dtype | None:
 def spec_data(spec: Spec) -> dict[str, Any]:
     """A spec as files have it, without its mesh: dicts, lists, words and numbers."""
     made: dict[str, Any] = {"shape": list(spec.shape), "dtype": dtype_name(spec.dtype)}
-    types = {k: v for k in ("reduced", "undecided") if (v := getattr(spec, k))}
-    sums = {} if spec.sums is None else {"sums": dtype_name(spec.sums)}
-    wires = {"wires": [w and wire_name(w) for w in spec.wires]} if any(spec.wires) else {}
+    masks = {"reduced": spec.grad_partial_mask, "undecided": spec.undecided_mask}
+    types = {k: v for k, v in masks.items() if v}
+    sums = {} if spec.accumulate_dtype is None else {"sums": dtype_name(spec.accumulate_dtype)}
+    wires = {"wires": [w and wire_name(w) for w in spec.comm_formats]} if any(spec.comm_formats) else {}
     return made | layout_data(spec.layout) | types | sums | wires
 
 
@@ -279,10 +293,10 @@ def spec_from(data: Mapping[str, Any], mesh: Mesh) -> Spec:
     """The spec that :func:`spec_data` wrote."""
     shape = data["shape"]
     layout = layout_from(data, mesh, len(shape))
-    types = {k: data.get(k, 0) for k in ("reduced", "undecided")}
+    types = data.get("reduced", 0), data.get("undecided", 0)
     sums = dtype_from(data["sums"]) if "sums" in data else None
     own, gradient = (w and wire_from(w) for w in data.get("wires", _AS_IT_IS))
-    return Spec(shape, dtype_from(data["dtype"]), layout, sums=sums, wires=(own, gradient), **types)
+    return Spec(shape, dtype_from(data["dtype"]), layout, *types, accumulate_dtype=sums, comm_formats=(own, gradient))
 
 
 def layout_from(data: Mapping[str, Any], mesh: Mesh, ndim: int | None) -> Layout:

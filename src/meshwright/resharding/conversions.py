@@ -51,7 +51,7 @@ class ConversionStep:
     @property
     def travels(self) -> Wire:
         """In what it sends values."""
-        wire = self.src.wire
+        wire = self.src.comm_format
         return self.src.dtype if wire is None or not collective.KINDS[self.kind].wired else wire
 
     @property
@@ -74,7 +74,7 @@ def _transpose(step: ConversionStep) -> ConversionStep:
     src = step.src.dual()
     if op_of(step.src, step):
         mask = sum(1 << a for a in step.axes)
-        src = replicated(src, step.axes).with_(reduced=src.reduced | mask)
+        src = replicated(src, step.axes).with_(grad_partial_mask=src.grad_partial_mask | mask)
     return between(step.dst.dual(), src, step.axes)
 
 
@@ -105,7 +105,7 @@ def between(src: Spec, dst: Spec, axes: tuple[int, ...]) -> ConversionStep:
     Raises ConversionError if there is none, and where it would touch an axis that is undecided: what its transpose
     does to a gradient there hangs on a type that is given to the value later.
     """
-    if src.undecided != dst.undecided or any(src.undecided >> a & 1 for a in axes):
+    if src.undecided_mask != dst.undecided_mask or any(src.undecided_mask >> a & 1 for a in axes):
         raise ConversionError(f"the types of {src!r} and {dst!r} on the axes of a step must be decided before it")
     kinds = {_kind(src, dst, a) for a in axes}
     if len(kinds) > 1:
@@ -155,12 +155,12 @@ def kind_of(a: Placement, b: Placement) -> str:
 def lowered(steps: tuple[ConversionStep, ...]) -> tuple[ConversionStep, ...]:
     """The steps as they run.
 
-    A value whose parts are summed in a wider dtype (``Spec.summed``) is cast in front of the first sum and behind the
-    last one, so that it is rounded once.  Parts that travel in a format of their own (``Spec.wire``) are exchanged, and
+    A value that is summed in a wider dtype (``Spec.reduce_dtype``) is cast before the first sum and back after the last
+    one, so that it is rounded once.  Shards with a communication format (``Spec.comm_format``) are exchanged, and
     summed where they arrive.
     """
     return tuple(
-        ConversionStep(f"wire_{s.kind}", s.axes, s.src, s.dst) if s.adds and s.src.wire is not None else s
+        ConversionStep(f"wire_{s.kind}", s.axes, s.src, s.dst) if s.adds and s.src.comm_format is not None else s
         for s in _widened(steps)
     )
 
@@ -170,14 +170,16 @@ def gathered_as(steps: tuple[ConversionStep, ...], wire: Wire) -> tuple[Conversi
     """The steps with what they gather travelling in a format; forward only: rounding has no transpose."""
     sent = wire, None
     return tuple(
-        ConversionStep("wire_all_gather", s.axes, s.src.with_(wires=sent), s.dst) if s.kind == "all_gather" else s
+        ConversionStep("wire_all_gather", s.axes, s.src.with_(comm_formats=sent), s.dst)
+        if s.kind == "all_gather"
+        else s
         for s in steps
     )
 
 
 def _widened(steps: tuple[ConversionStep, ...]) -> tuple[ConversionStep, ...]:
     sums = [i for i, s in enumerate(steps) if s.adds]
-    if not sums or (dtype := steps[sums[0]].src.summed) is steps[sums[0]].src.dtype:
+    if not sums or (dtype := steps[sums[0]].src.reduce_dtype) is steps[sums[0]].src.dtype:
         return steps
     first, last = steps[sums[0]], steps[sums[-1]]
     wide = [

@@ -37,7 +37,11 @@ def step_bytes(step: ConversionStep) -> float:
         return 0.0
     n = math.prod(step.src.mesh.sizes[a] for a in step.axes)
     src, dst = step.src, step.dst
-    sent = 1.0 if src.wire is None or not KINDS[step.kind].wired else bytes_each(src.wire) / src.dtype.itemsize
+    sent = (
+        1.0
+        if src.comm_format is None or not KINDS[step.kind].wired
+        else bytes_each(src.comm_format) / src.dtype.itemsize
+    )
     return (n - 1) / n * sent * (before * held_bytes(src) + after * held_bytes(dst))
 
 

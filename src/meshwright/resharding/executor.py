@@ -193,8 +193,8 @@ def _wire_reduce_scatter(step: ConversionStep, here: tuple[int, ...]) -> Runner:
 
 
 def _wire(step: ConversionStep) -> str:
-    assert step.src.wire is not None
-    return wire_name(step.src.wire)
+    assert step.src.comm_format is not None
+    return wire_name(step.src.comm_format)
 
 
 def _all_gather(step: ConversionStep, here: tuple[int, ...]) -> Runner:

@@ -21,12 +21,12 @@ from ..errors import ConversionError
 from ..layout import (
     REPLICATE,
     At,
+    CommFormats,
     Layout,
     Partial,
     Placement,
     Shard,
     Spec,
-    Wires,
     bytes_each,
     commute,
     crowded,
@@ -62,7 +62,9 @@ class ConversionPlan:
 
     def __post_init__(self) -> None:
         touched = sum(1 << a for a in {a for s in self.steps for a in s.axes})
-        ends = [s.with_(reduced=s.reduced & touched, undecided=0) for s in (self.src, self.dst)]
+        ends = [
+            s.with_(grad_partial_mask=s.grad_partial_mask & touched, undecided_mask=0) for s in (self.src, self.dst)
+        ]
         object.__setattr__(self, "ends", tuple(ends))
         object.__setattr__(self, "moves", any(s.moves for s in self.steps))
         object.__setattr__(self, "reduces", self.moves and bool(self.src.layout.partial))
@@ -91,17 +93,17 @@ def plan(src: Spec, dst: Spec) -> ConversionPlan:
 def _plan(src: Spec, dst: Spec, spared: int) -> ConversionPlan:
     if src.shape != dst.shape or src.mesh != dst.mesh:
         raise ConversionError(f"cannot convert {src!r} on {src.mesh!r} into {dst!r} on {dst.mesh!r}")
-    sums, wires, open_ = widest_accumulate_dtype((src, dst)), src.wires, src.undecided & dst.undecided
+    sums, wires, open_ = widest_accumulate_dtype((src, dst)), src.comm_formats, src.undecided_mask & dst.undecided_mask
     src, dst = _value(src, sums, wires, open_), _value(dst, sums, wires, open_)
     if src is dst:
         return ConversionPlan(src, dst, (), 0.0, 0.0)
     steps: list[ConversionStep] = []
     here = src
     for axes, (placement, reduced) in _moves(src, dst, spared):
-        layout, mask = here.layout, here.reduced
+        layout, mask = here.layout, here.grad_partial_mask
         for a in axes:
             layout, mask = layout.replace(a, placement), mask & ~(1 << a) | (reduced << a)
-        steps.append(conversions.between(here, here.with_(layout=layout, reduced=mask), axes))
+        steps.append(conversions.between(here, here.with_(layout=layout, grad_partial_mask=mask), axes))
         here = steps[-1].dst
     assert here is dst, (here, dst)
     way = tuple(steps)
@@ -113,8 +115,8 @@ def in_dtype(conversion: ConversionPlan, dtype: torch.dtype) -> ConversionPlan:
     return plan(conversion.src.summed_as(dtype), conversion.dst.summed_as(dtype))
 
 
-def _value(spec: Spec, sums: torch.dtype | None, wires: Wires, open_: int) -> Spec:
-    return spec.with_(undecided=open_, sums=sums, wires=wires)
+def _value(spec: Spec, sums: torch.dtype | None, wires: CommFormats, open_: int) -> Spec:
+    return spec.with_(undecided_mask=open_, accumulate_dtype=sums, comm_formats=wires)
 
 
 # ---------------------------------------------------------------------------------------------- the search
@@ -134,7 +136,9 @@ def _moves(src: Spec, dst: Spec, spared: int) -> list[Move]:
     used = {*src.layout.dim_axes(), *dst.layout.dim_axes()}
     spare = tuple([d for d, n in enumerate(src.shape) if n >= src.mesh.size and d not in used][:_SPARE])
     # A wire rounds: it is no reason to sum what could be moved, however few bytes that would send.
-    sent = (src.summed.itemsize if w is None else max(bytes_each(w), src.dtype.itemsize) for w in src.wires)
+    sent = (
+        src.reduce_dtype.itemsize if w is None else max(bytes_each(w), src.dtype.itemsize) for w in src.comm_formats
+    )
     there, back = (n / src.dtype.itemsize for n in sent)
     try:
         return _between((src.layout, _types(src)), (dst.layout, _types(dst)), spare, (there, back), spared)
@@ -143,7 +147,9 @@ def _moves(src: Spec, dst: Spec, spared: int) -> list[Move]:
 
 
 def _types(spec: Spec) -> tuple[int, ...]:
-    return tuple(_UNDECIDED if spec.undecided >> a & 1 else spec.reduced >> a & 1 for a in range(spec.mesh.ndim))
+    return tuple(
+        _UNDECIDED if spec.undecided_mask >> a & 1 else spec.grad_partial_mask >> a & 1 for a in range(spec.mesh.ndim)
+    )
 
 
 @lru_cache(maxsize=4096)

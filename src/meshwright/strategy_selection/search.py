@@ -115,7 +115,7 @@ def _planned(choice: Choice, hint: Wanted) -> tuple[float, int]:
     cut = 0
     for made, wanted in zip(choice.outputs, hint.outputs, strict=False):
         if wanted is not None:
-            pairs.append((made, made.with_(layout=wanted.layout, reduced=wanted.reduced)))
+            pairs.append((made, made.with_(layout=wanted.layout, grad_partial_mask=wanted.grad_partial_mask)))
             placements = zip(made.layout.placements, wanted.layout.placements, strict=True)
             cut += sum(isinstance(w, Shard) and p != w for p, w in placements)
     return round(sum(plan(src, dst).bytes for src, dst in pairs), 3), cut
@@ -167,7 +167,18 @@ class Search:
         if self.mesh.ndim > 1:  # on the way a plan may split a dim that is long enough for that
             dims = [dim for t in (*rule.inputs, *rule.outputs) for dim in t]
             sizes += [math.prod([rule.sizes[f] for f in dim]) >= n for dim in dims]
-        ins = [(s.layout, s.reduced, s.undecided, s.dtype, s.sums, s.wires, self.wide(s.dtype)) for s in self.ins]
+        ins = [
+            (
+                s.layout,
+                s.grad_partial_mask,
+                s.undecided_mask,
+                s.dtype,
+                s.accumulate_dtype,
+                s.comm_formats,
+                self.wide(s.dtype),
+            )
+            for s in self.ins
+        ]
         outs = [(dtype, self.wide(dtype)) for _, dtype in self.outs]
         reduced = tuple(rule.reduced.items())
         says = (
@@ -482,11 +493,13 @@ class Search:
             cost = steps.bytes if graded else steps.forward_bytes
             moved.append(steps.forward_bytes)
             for a, n in enumerate(self.mesh.sizes):
-                if graded and given.undecided & ~src.undecided & src.reduced & 1 << a:  # reduced at the leaf
+                if (
+                    graded and given.undecided_mask & ~src.undecided_mask & src.grad_partial_mask & 1 << a
+                ):  # reduced at the leaf
                     cost += 2 * (n - 1) / n * held_bytes(src, without=(a,))
             sent.append(cost)
         for spec in choice.outputs:
-            whole = spec.with_(layout=spec.layout.without_partial(), undecided=0) if spec.layout.partial else None
+            whole = spec.with_(layout=spec.layout.without_partial(), undecided_mask=0) if spec.layout.partial else None
             sent.append(0.0 if whole is None else plan(spec.decided(), whole).forward_bytes)
         return sent, moved
 
@@ -523,9 +536,9 @@ def _axis_bytes(spec: Spec, axis: int, want: Placement, dependent: bool, grad: f
     have = spec.layout.placements[axis]
     # An undecided leaf that becomes reduced has its gradient summed once, at the leaf, whatever part a rank uses of it:
     # so a checkpointed block, which runs again when that is decided, finds the same strategy the cheapest.
-    if spec.undecided >> axis & 1 and isinstance(want, Shard):
+    if spec.undecided_mask >> axis & 1 and isinstance(want, Shard):
         return 2 * wide * grad
-    reduced = isinstance(have, Replicate) and spec.reduced >> axis & 1
+    reduced = isinstance(have, Replicate) and spec.grad_partial_mask >> axis & 1
     becomes = isinstance(want, Replicate) and (dependent or reduced)
     there, back = on_one_axis((have, int(reduced)), (want, int(becomes)), spec.mesh.sizes[axis], wide)
     return there + grad * back

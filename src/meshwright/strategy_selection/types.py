@@ -72,19 +72,23 @@ class Types:
         sources, inputs, outputs, sums = [], [], [], widest_accumulate_dtype(ins)
         for spec, o in zip(ins, self.operands, strict=True):
             source = want = spec
-            typed = o.want == spec.reduced and o.undecided == spec.undecided and sums is spec.sums
+            typed = (
+                o.want == spec.grad_partial_mask
+                and o.undecided == spec.undecided_mask
+                and sums is spec.accumulate_dtype
+            )
             if o.layout is not None and not (typed and o.layout == spec.layout):
-                if o.undecided != spec.undecided:
+                if o.undecided != spec.undecided_mask:
                     # A leaf whose gradient the op makes Partial has that summed as the op has its values summed.
-                    own = sums if o.reduced != spec.reduced else None
-                    source = spec.with_(reduced=o.reduced, undecided=o.undecided, sums=own)
-                want = Spec(spec.shape, spec.dtype, o.layout, o.want, source.undecided, sums=sums)
+                    own = sums if o.reduced != spec.grad_partial_mask else None
+                    source = spec.with_(grad_partial_mask=o.reduced, undecided_mask=o.undecided, accumulate_dtype=own)
+                want = Spec(spec.shape, spec.dtype, o.layout, o.want, source.undecided_mask, accumulate_dtype=sums)
             sources.append(source)
             inputs.append(want)
         everywhere = ins[0].mesh.everywhere
         for (shape, dtype), layout in zip(outs, self.layouts, strict=True):
             types = (self.reduced, self.open) if carries_grad(dtype) else (0, everywhere)
-            outputs.append(Spec(shape, dtype, layout, *types, sums=sums))
+            outputs.append(Spec(shape, dtype, layout, *types, accumulate_dtype=sums))
         return Choice(tuple(sources), tuple(inputs), tuple(outputs), self.strategies, self.open)
 
 
@@ -120,11 +124,11 @@ def _in_mesh_order(mesh: Mesh, placements: tuple[Placement, ...], ndim: int) -> 
 
 def _decided(spec: Spec, placements: Sequence[Placement], kinds: Sequence[str]) -> tuple[int, int, int]:
     """What is reduced and undecided of an operand once the op has decided, and on which axes it must be reduced."""
-    reduced, undecided, want = spec.reduced, spec.undecided, 0
+    reduced, undecided, want = spec.grad_partial_mask, spec.undecided_mask, 0
     for a, (p, kind) in enumerate(zip(placements, kinds, strict=True)):
         bit = 1 << a
         if not carries_grad(spec.dtype):
-            want |= spec.reduced & bit  # integers and masks have no gradient: whatever type they have is fine
+            want |= spec.grad_partial_mask & bit  # integers and masks have no gradient: whatever type they have is fine
         elif isinstance(p, Replicate) and kind == "open":
             continue
         elif isinstance(p, Shard) or (isinstance(p, Replicate) and kind == "reduced"):
@@ -146,12 +150,12 @@ def _kind_of_axis(ins: Sequence[Spec], c: Strategy, axis: int, inplace: bool) ->
             continue
         if not isinstance(spec.layout.placements[axis], Replicate):
             kinds.add("converted")
-        elif spec.undecided & bit:
+        elif spec.undecided_mask & bit:
             kinds.add("open")
         else:
-            kinds.add("reduced" if spec.reduced & bit else "invariant")
+            kinds.add("reduced" if spec.grad_partial_mask & bit else "invariant")
             if inplace and i == 0:
-                return "reduced" if spec.reduced & bit else "invariant"
+                return "reduced" if spec.grad_partial_mask & bit else "invariant"
     if kinds <= {"open"}:
         return "open"
     return "reduced" if "invariant" not in kinds and "converted" not in kinds else "invariant"

@@ -121,7 +121,7 @@ def own_device(local_rank: int) -> torch.device:
 
 def _spec_for(shape: Any, dtype: torch.dtype, mesh: Mesh, placements: Placements, order: Any = None) -> Spec:
     layout = Layout(mesh, placements, order=order, ndim=len(shape))
-    return Spec(shape, dtype, layout, undecided=mesh.everywhere)
+    return Spec(shape, dtype, layout, undecided_mask=mesh.everywhere)
 
 
 def _agree(what: str, value: Any, mesh: Mesh) -> None:
@@ -236,7 +236,7 @@ def from_local(
     here = mesh.coordinate(runtime.RT.rank)
     if shape is None:
         shape = _global_shape(local, layout, check)
-    spec = Spec(shape, local.dtype, layout, undecided=mesh.everywhere)
+    spec = Spec(shape, local.dtype, layout, undecided_mask=mesh.everywhere)
     want = spec.local_shape(here)
     fits = tuple(local.shape) == want
     seen = collective.all_gather_object(fits, collective.group(mesh)) if check and mesh.size > 1 else [fits]

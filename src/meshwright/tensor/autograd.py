@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 def _seed(y: DistTensor, gradient: Tensor | None) -> Tensor:
     """The cotangent of ``y`` in the layout of its gradient, as a local tensor."""
     with disabled():
-        if y._spec.undecided:
+        if y._spec.undecided_mask:
             resolve_types(y, y._spec.decided())
     spec = y._spec
     if gradient is None:

@@ -81,7 +81,7 @@ def _gathered(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for t in tensors_in(made):
             if type(t) is torch.Tensor:
                 undecided = 0 if t.requires_grad else mesh.everywhere
-                wrap(t, Spec(t.shape, t.dtype, Layout(mesh), undecided=undecided, sums=sums))
+                wrap(t, Spec(t.shape, t.dtype, Layout(mesh), undecided_mask=undecided, accumulate_dtype=sums))
     return made
 
 

@@ -164,12 +164,12 @@ class DistTensor(torch.Tensor):
         self = unsharded_for_read(self)
         refresh(self, call_enabled)
         with disabled():
-            if self._spec.undecided and self.requires_grad:
+            if self._spec.undecided_mask and self.requires_grad:
                 resolve_types(self, self._spec.decided())
             spec = self._spec
-            if spec.reduced and self.requires_grad and torch.is_grad_enabled():
+            if spec.grad_partial_mask and self.requires_grad and torch.is_grad_enabled():
                 # Each rank's gradient would be a part of the sum; what users write for locals gives whole ones.
-                return plain(executor.apply(planner.plan(spec, spec.with_(reduced=0)).steps, self))
+                return plain(executor.apply(planner.plan(spec, spec.with_(grad_partial_mask=0)).steps, self))
             return self.view_as(self) if self.layout is torch.strided else self.clone()
 
     def full_tensor(self) -> Tensor:
@@ -326,7 +326,7 @@ class DistTensor(torch.Tensor):
         """The tensor without its history, sharing memory (autograd does not count writes to one for the other)."""
         itself(self)
         spec = self._spec
-        typed = spec.with_(undecided=spec.mesh.everywhere)
+        typed = spec.with_(undecided_mask=spec.mesh.everywhere)
         with disabled():
             data = data_of(self)
         made = wrap(data, marked(typed, Marks(copied=marks_of(spec).copied)))
@@ -339,14 +339,14 @@ class DistTensor(torch.Tensor):
         if not isinstance(value, DistTensor):
             value = as_layout_of(value, _resized(old, value.shape))
         elif _keeps_layout(self) and value._spec.layout != old.layout and value._spec.shape == old.shape:
-            value = wrap(local_of(value.detach(), old.with_(reduced=0)), old.with_(dtype=value.dtype))
+            value = wrap(local_of(value.detach(), old.with_(grad_partial_mask=0)), old.with_(dtype=value.dtype))
         with disabled():
             _SET_DATA(self, value)
         moved(self)
         self.__dict__.pop("_memo", None)
         self.__dict__.pop(ROW_MAJOR, None)
         share_memory(self)
-        typed = value._spec.with_(reduced=old.reduced, undecided=old.undecided)
+        typed = value._spec.with_(grad_partial_mask=old.grad_partial_mask, undecided_mask=old.undecided_mask)
         self._spec = marked(typed, Marks(stored=marks_of(old).stored))  # other memory: a view of nothing any more
         if not typed.shape:
             on_scalar_created(self)
@@ -576,7 +576,7 @@ def _resized(spec: Spec, shape: torch.Size) -> Spec:
     """The same placements for global values of another shape; a rank's part is no such shape."""
     if len(shape) != spec.ndim or any(spec.local_shape(c) == tuple(shape) for c in spec.mesh.coordinates()):
         return spec
-    return Spec(shape, spec.dtype, spec.layout, sums=spec.sums)
+    return Spec(shape, spec.dtype, spec.layout, accumulate_dtype=spec.accumulate_dtype)
 
 
 def local_of(value: Tensor, spec: Spec) -> Tensor:
@@ -589,7 +589,7 @@ def local_of(value: Tensor, spec: Spec) -> Tensor:
         source = value._spec.decided()
         if value.requires_grad:
             resolve_types(value, source)
-        return executor.apply(planner.plan(source, spec.with_(dtype=source.dtype, undecided=0)).steps, value)
+        return executor.apply(planner.plan(source, spec.with_(dtype=source.dtype, undecided_mask=0)).steps, value)
 
 
 def as_layout_of(value: Tensor, spec: Spec) -> DistTensor:
@@ -600,7 +600,7 @@ def as_layout_of(value: Tensor, spec: Spec) -> DistTensor:
             "what takes the place of a DistTensor", [value], lambda: collective.group(spec.mesh)
         )
         source = Spec(spec.shape, value.dtype, Layout(spec.mesh))
-        target = spec.with_(dtype=value.dtype, undecided=0)
+        target = spec.with_(dtype=value.dtype, undecided_mask=0)
         local = executor.apply(planner.plan(source, target).steps, value)
         return wrap(local.detach() if local is value else local, target)
     raise LayoutError(

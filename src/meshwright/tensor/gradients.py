@@ -146,7 +146,7 @@ def in_spec(g: Tensor, source: Spec, target: Spec) -> Tensor:
 
 
 def _converted(g: Tensor, source: Spec, target: Spec) -> Tensor:
-    source, target = source.decided(), target.with_(dtype=source.dtype, undecided=0)
+    source, target = source.decided(), target.with_(dtype=source.dtype, undecided_mask=0)
     return executor.apply(planner.plan(source, target).steps, g)
 
 
@@ -188,7 +188,7 @@ def _set(self: DistTensor, value: Any) -> None:
     if GRADIENT in self.__dict__:
         beside = _record(self)
         beside.assigned = beside.aside = None
-    if value is None or (value.__class__ is DistTensor and value._spec is spec.grad() and not spec.undecided):
+    if value is None or (value.__class__ is DistTensor and value._spec is spec.grad() and not spec.undecided_mask):
         call_disabled(set_grad, (), (self, value), NO_KWARGS)
         hold(self, None)
         return
@@ -317,7 +317,7 @@ def guard(p: DistTensor, given: Spec) -> None:
     of sharded modules have theirs laid beside the slot instead (``shard.gradients``).
     """
     if p.__dict__.keys() & {"_guarded", "_sync"} or (
-        given.layout == p._spec.grad().layout and not p._spec.undecided and not marks_of(given).copied
+        given.layout == p._spec.grad().layout and not p._spec.undecided_mask and not marks_of(given).copied
     ):
         return
     if not (p.is_floating_point() or p.is_complex()):

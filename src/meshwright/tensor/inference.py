@@ -236,7 +236,7 @@ class _ShapeQuery:
     def free(self) -> list[Spec]:
         """The inputs, of which what is replicated may be asked for sliced: that sends nothing either way, since a value
         of which each rank uses its own part has its gradient reduced where it comes from."""
-        return [s.with_(reduced=s.mesh.everywhere, undecided=0) for s in self.specs]
+        return [s.with_(grad_partial_mask=s.mesh.everywhere, undecided_mask=0) for s in self.specs]
 
     def _by_trial(self, wishes: Wishes, best: Inference | None) -> Inference:
         """Of a composition only a run tells what it makes of its inputs: they are tried as given, and from there with
@@ -297,7 +297,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _of_leaf(spec: Spec) -> Spec:
-    return spec if spec.reduced or spec.undecided else spec.untyped()
+    return spec if spec.grad_partial_mask or spec.undecided_mask else spec.untyped()
 
 
 def _as_asked(found: Inference) -> Inference:
@@ -308,9 +308,13 @@ def _as_asked(found: Inference) -> Inference:
 
 def _reduced_at_leaf(spec: Spec, given: Tensor) -> float:
     """Bytes that the gradient of a leaf costs which is Partial since the call: it is reduced there."""
-    reduced = spec.undecided & given.__dict__["_spec"].reduced
+    reduced = spec.undecided_mask & given.__dict__["_spec"].grad_partial_mask
     decided = spec.decided()
-    return conversion(decided, decided.with_(reduced=decided.reduced | reduced)).bytes if reduced else 0.0
+    return (
+        conversion(decided, decided.with_(grad_partial_mask=decided.grad_partial_mask | reduced)).bytes
+        if reduced
+        else 0.0
+    )
 
 
 def _first(error: Exception) -> str:
@@ -365,7 +369,7 @@ def _price(found: Inference, wishes: Wishes) -> tuple[float, int]:
     cost, cut = found.bytes, 0
     for made, wish in zip(found.outputs, wishes, strict=True):
         if wish is not None:
-            cost += _bytes(made.decided(), made.with_(layout=wish.layout, reduced=wish.reduced))
+            cost += _bytes(made.decided(), made.with_(layout=wish.layout, grad_partial_mask=wish.grad_partial_mask))
             pairs = zip(made.layout.placements, wish.layout.placements, strict=True)
             cut += sum(isinstance(w, Shard) and p != w for p, w in pairs)
     return round(cost, 3), cut

@@ -105,7 +105,11 @@ class _Types:
     def told(self) -> Spec:
         """The spec of the tensor with the types that are known by now."""
         own = self.standin.spec
-        told = self.spec.with_(reduced=own.reduced, undecided=own.undecided, sums=own.sums)
+        told = self.spec.with_(
+            grad_partial_mask=own.grad_partial_mask,
+            undecided_mask=own.undecided_mask,
+            accumulate_dtype=own.accumulate_dtype,
+        )
         return marked(told, marks_of(self.spec).after_write())
 
 

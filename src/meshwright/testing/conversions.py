@@ -28,7 +28,7 @@ def check_conversion(src: Spec, dst: Spec) -> None:
     Args:
         src: Spec of the input.
         dst: Spec of the output, with the same floating-point dtype, shape and mesh. Types of `Replicate`
-            (`Spec.reduced`) count.
+            (`Spec.grad_partial_mask`) count.
 
     Raises:
         ConversionError: If they differ. Names both specs, the steps between them and the difference.
@@ -41,7 +41,7 @@ def check_conversion(src: Spec, dst: Spec) -> None:
         mw.check_conversion(src, dst)
         ```
     """
-    if src.undecided or dst.undecided:
+    if src.undecided_mask or dst.undecided_mask:
         src, dst = src.decided(), dst.decided()
     generator = torch.Generator().manual_seed(0)
     value, cotangent = (torch.randn(src.shape, generator=generator, dtype=torch.float64) for _ in "xy")
@@ -64,7 +64,7 @@ def _run_conversion(src: Spec, dst: Spec, value: Tensor, cotangent: Tensor) -> s
         return finding
     (back,) = torch.autograd.grad(whole_, x, cotangent, retain_graph=True)
     for a in range(mesh.ndim):
-        if src.reduced >> a & 1:  # each rank has a contribution
+        if src.grad_partial_mask >> a & 1:  # each rank has a contribution
             back = collective.all_reduce(back, "sum", collective.group(mesh, (a,)))
     finding = finding or _difference("gradient", back, _expected(x.detach(), src, cotangent))
     if any(op != "sum" for op in (*src.layout.partial.values(), *dst.layout.partial.values())):
@@ -112,6 +112,6 @@ def _dot(x: Tensor, spec: Spec, y: Tensor) -> Tensor:
     here = spec.mesh.coordinate(runtime.RT.rank)
     total = (x * y).sum()
     for a, p in enumerate(spec.layout.placements):
-        if isinstance(p, Replicate) and not spec.reduced >> a & 1 and here[a]:
+        if isinstance(p, Replicate) and not spec.grad_partial_mask >> a & 1 and here[a]:
             total = total * 0
     return total

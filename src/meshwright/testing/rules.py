@@ -303,7 +303,7 @@ def _products(choices: Sequence[Sequence[Any]], most: int) -> list[tuple[Any, ..
 
 
 def _distributed(value: Tensor, layout: Layout, seed: int) -> DistTensor:
-    spec = Spec(value.shape, value.dtype, layout, undecided=layout.mesh.everywhere)
+    spec = Spec(value.shape, value.dtype, layout, undecided_mask=layout.mesh.everywhere)
     made = wrap(local_part(value, spec.decided(), seed), spec)
     # Factors have gradients, but a product of them that is a leaf has none: see Spec.grad.
     made.requires_grad_(carries_grad(value.dtype) and "product" not in layout.partial.values())

@@ -477,7 +477,12 @@ def _assign_layouts(
         told = casts.dtypes.get(source.name)
         sums, wire = (None, None) if told is None else (told.accumulate, told.grad_comm)
         specs[source.node] = Spec(
-            source.fake.shape, source.fake.dtype, layout, undecided=everywhere, sums=sums, wires=(None, wire)
+            source.fake.shape,
+            source.fake.dtype,
+            layout,
+            undecided_mask=everywhere,
+            accumulate_dtype=sums,
+            comm_formats=(None, wire),
         )
         if source.kind in ("param", "buffer"):
             own = source.fake.dtype if told is None else names.tensors[source.name].dtype
@@ -485,7 +490,7 @@ def _assign_layouts(
     placed = dict(params)
     for name, t in model.named_parameters():
         if name not in placed and name not in captured.tied:  # a parameter that the loss does not need
-            placed[name] = Spec(t.shape, t.dtype, Layout(mesh), undecided=everywhere)
+            placed[name] = Spec(t.shape, t.dtype, Layout(mesh), undecided_mask=everywhere)
     records = plan.records(names, mesh, placed, casts.dtypes)
     if stages is not None:
         _check_whole(specs, mesh.axes[stages.axis], stages.axis, {s.node: s.name for s in captured.sources})

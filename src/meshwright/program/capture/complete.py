@@ -68,7 +68,7 @@ class Completing:
 
     def spec(self) -> Spec:
         """The same as a spec; what is replicated may be taken in parts, which sends nothing."""
-        return Spec(self.shape, self.dtype, self.layout, reduced=self.mesh.everywhere)
+        return Spec(self.shape, self.dtype, self.layout, grad_partial_mask=self.mesh.everywhere)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,9 @@ class PartialValue:
         """Bytes of reducing it to a value whose gradient is Partial on these axes."""
         src = self.spec.decided()
         layout = src.layout.without_partial()
-        return plan_conversion(src, src.with_(layout=layout, reduced=src.reduced | (reduced & self.axes))).bytes
+        return plan_conversion(
+            src, src.with_(layout=layout, grad_partial_mask=src.grad_partial_mask | (reduced & self.axes))
+        ).bytes
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class PartialFlow:
             value = self._value(tensors[i])
             if value is not None and value.axes & ~sum(1 << a for a in steps.dst.layout.partial):
                 value.consumers.append(plan.op.name)
-                value.reduced |= steps.dst.reduced & value.axes
+                value.reduced |= steps.dst.grad_partial_mask & value.axes
                 value.bytes = max(value.bytes, steps.bytes)
         for t in tensors_in(made):
             spec: Spec = t.__dict__["_spec"]

@@ -141,7 +141,7 @@ class _Following(Interpreter):
         sizes[d] = shape[d] // 2
         made: Tensor = self.calls.call(node.target, (x, sizes), {})
         layout = Layout(self.mesh, [Shard(d)], ndim=len(shape))
-        return tell(made.view_as(made), Spec(shape, made.dtype, layout, undecided=self.mesh.everywhere))
+        return tell(made.view_as(made), Spec(shape, made.dtype, layout, undecided_mask=self.mesh.everywhere))
 
 
 def recorded(captured: Captured, compared: Compared, dims: Dims, numbers_add: bool, place: int) -> MicroBatch:
@@ -162,7 +162,9 @@ def recorded(captured: Captured, compared: Compared, dims: Dims, numbers_add: bo
             placement: Any = Replicate() if d is None else Shard(d)
             if source.kind == "batch" and d is None and fake.numel() == 1 and numbers_add:
                 placement = Partial()
-            spec = Spec(fake.shape, fake.dtype, Layout(mesh, [placement], ndim=fake.ndim), undecided=mesh.everywhere)
+            spec = Spec(
+                fake.shape, fake.dtype, Layout(mesh, [placement], ndim=fake.ndim), undecided_mask=mesh.everywhere
+            )
             if id(fake) not in held:
                 local = torch.empty(spec.local_shape((place,)), dtype=fake.dtype, device=fake.device)
                 local.requires_grad_(fake.requires_grad)

@@ -260,7 +260,9 @@ class _Partition:
     def _read(self, node: fx.Node) -> Tensor:
         local = self.by_node[node.name]
         how, seen = self.laid.kept.get(node.name), self.laid.specs[node.name]
-        if how is None or (not (how.axes or how.device) and seen.dtype is local.dtype and seen.sums is None):
+        if how is None or (
+            not (how.axes or how.device) and seen.dtype is local.dtype and seen.accumulate_dtype is None
+        ):
             return local
         if id(local) not in self.gathered:
             made = self._seen(local, node.name)
@@ -276,8 +278,8 @@ class _Partition:
             with torch.no_grad():
                 value = executor.apply(way.plan.steps, local)
             made = executor.bring(leaf, value, wide, way.back)
-        open_ = leaf.__dict__["_spec"].undecided & way.seen.undecided
-        wrap(made, seen.with_(reduced=way.seen.reduced, undecided=open_))
+        open_ = leaf.__dict__["_spec"].undecided_mask & way.seen.undecided_mask
+        wrap(made, seen.with_(grad_partial_mask=way.seen.grad_partial_mask, undecided_mask=open_))
         if made.requires_grad:
 
             def brought(t: Tensor, steps: ConversionPlan, value: Tensor | None) -> Tensor:

@@ -215,7 +215,7 @@ class RowsLoader(BatchesOnMesh):
                 f"{bounds[0][1] - bounds[0][0]} rows of the dataset. Return a tensor with a row for each"
             )
         cuts = [(dim, a, b - a) for dim, (a, b) in enumerate(bounds) if dim and b - a != shape[dim]]
-        return Spec(shape, t.dtype, layout, undecided=self.mesh.everywhere), cuts
+        return Spec(shape, t.dtype, layout, undecided_mask=self.mesh.everywhere), cuts
 
     def _part(self, t: Tensor, placements: Any) -> tuple[int, ...]:
         if not t.dim():

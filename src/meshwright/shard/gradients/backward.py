@@ -319,7 +319,7 @@ class Backward:
         for i, p in enumerate(self.sync.params):
             with disabled():
                 g = get_grad(p)
-            if g is None or not g.requires_grad or not p._spec.reduced or not self._is_partial(i, g):
+            if g is None or not g.requires_grad or not p._spec.grad_partial_mask or not self._is_partial(i, g):
                 continue
             with disabled(), torch.enable_grad():
                 source = g.__dict__.get("_spec") or p._spec.grad()

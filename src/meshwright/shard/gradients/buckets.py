@@ -102,9 +102,9 @@ class Buckets:
         for i in order:
             spec = self.specs[i]
             dtype = reduce_dtype(self.params[i])
-            if not spec.reduced and dtype is spec.dtype:
+            if not spec.grad_partial_mask and dtype is spec.dtype:
                 continue
-            axes = tuple(a for a in bits(spec.reduced) if spec.mesh.sizes[a] > 1)
+            axes = tuple(a for a in bits(spec.grad_partial_mask) if spec.mesh.sizes[a] > 1)
             # Sizes of the first rank, so that uneven shards cannot make the ranks divide differently.
             size = math.prod(spec.local_shape((0,) * spec.mesh.ndim)) * dtype.itemsize
             key = (axes, (self._scatter(i, axes), dtype, spec.grad_comm_format))
@@ -130,7 +130,7 @@ class Buckets:
         cut = cut_axes(own, chunk)
         if not cut or not set(cut) <= set(axes):
             return ()
-        self.synced[i] = Spec(own.shape, own.dtype, chunk.layout, wires=own.wires)
+        self.synced[i] = Spec(own.shape, own.dtype, chunk.layout, comm_formats=own.comm_formats)
         return cut
 
 

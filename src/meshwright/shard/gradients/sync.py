@@ -319,7 +319,7 @@ class GradSync:
         with disabled():
             g = get_grad(p)
             own = g.__dict__.get("_spec") if g is not None else None
-            if g is None or own is None or not p._spec.reduced:
+            if g is None or own is None or not p._spec.grad_partial_mask:
                 return
             self.added += 1
             partial = p._spec.grad()

@@ -187,7 +187,7 @@ def _shard_tensors(
         casts = casts_of(model, names, precision)
         for name, dtypes in casts.dtypes.items():
             if name in plan:
-                plan[name] = plan[name].with_(wires=(None, dtypes.grad_comm))
+                plan[name] = plan[name].with_(comm_formats=(None, dtypes.grad_comm))
         kept = storage.records(names, mesh, plan, casts.dtypes)
         _check_storage_unchanged(names, storage, casts.dtypes)
         _check_scripted(names, plan)
@@ -380,7 +380,7 @@ def _plan(names: Names, mesh: Mesh, placements: Globs) -> dict[str, Spec]:
             raise
         if layout.partial:
             raise LayoutError(f"{name}: a parameter cannot be Partial; use mw.Shard or mw.Replicate")
-        plan[name] = Spec(t.shape, t.dtype, layout, undecided=mesh.everywhere)
+        plan[name] = Spec(t.shape, t.dtype, layout, undecided_mask=mesh.everywhere)
     return plan
 
 

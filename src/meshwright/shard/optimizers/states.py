@@ -149,7 +149,7 @@ def chunk_spec(spec: Spec, over: Axes) -> Spec | None:
     """How the states of a parameter lie that are split over axes on which it is whole; None: as it lies."""
     whole = tuple(a for a in axes_of(spec.mesh, over) if isinstance(spec.layout.placements[a], Replicate))
     own, layout = cut(spec, whole, first=True)
-    return spec.with_(layout=layout, reduced=0, undecided=0) if own else None
+    return spec.with_(layout=layout, grad_partial_mask=0, undecided_mask=0) if own else None
 
 
 def batched_by(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:

@@ -52,7 +52,13 @@ def chain(spec: Spec, how: Stored) -> Chain:
     """The chain of a parameter with this record, of which ``spec`` says how it is stored."""
     moved = sum(1 << a for a in how.axes)
     compute, reduce = (spec.dtype,) * 2 if how.dtypes is None else (how.dtypes.compute, how.dtypes.reduce)
-    stored = Spec(spec.shape, spec.dtype, spec.layout, undecided=spec.mesh.everywhere & ~moved, wires=spec.wires)
+    stored = Spec(
+        spec.shape,
+        spec.dtype,
+        spec.layout,
+        undecided_mask=spec.mesh.everywhere & ~moved,
+        comm_formats=spec.comm_formats,
+    )
     near, wide = stored.with_(dtype=compute), stored.with_(dtype=reduce)
     (gather, seen), (back, _) = (_gathered(s, how.axes) for s in (near, wide))
     if how.dtypes is not None and how.dtypes.gather is not None:
@@ -75,7 +81,7 @@ def _gathered(spec: Spec, axes: tuple[int, ...]) -> tuple[Steps, Spec]:
     split = tuple(a for a in axes if a not in at)
     for own, reduced in ((at, 0), (split, sum(1 << a for a in split))):
         if own:
-            whole = spec.with_(layout=whole_over(spec, own), reduced=reduced)
+            whole = spec.with_(layout=whole_over(spec, own), grad_partial_mask=reduced)
             steps, spec = (*steps, conversions.between(spec, whole, own)), whole
     return steps, spec
 

@@ -67,9 +67,17 @@ def seen_spec(p: Tensor, learning: bool = True) -> Spec:
     how, spec = stored(p), p._spec  # type: ignore[attr-defined]
     layout, dtype, sums = whole_over(spec, how.axes), compute_dtype(p), how.dtypes and how.dtypes.accumulate
     if not learning:
-        return Spec(spec.shape, dtype, layout, undecided=spec.mesh.everywhere, sums=sums)
+        return Spec(spec.shape, dtype, layout, undecided_mask=spec.mesh.everywhere, accumulate_dtype=sums)
     split = sum(1 << a for a in how.axes)
-    return Spec(spec.shape, dtype, layout, spec.reduced | split, spec.undecided, sums=sums, wires=spec.wires)
+    return Spec(
+        spec.shape,
+        dtype,
+        layout,
+        spec.grad_partial_mask | split,
+        spec.undecided_mask,
+        accumulate_dtype=sums,
+        comm_formats=spec.comm_formats,
+    )
 
 
 def compute_dtype(p: Tensor) -> torch.dtype:
@@ -175,7 +183,9 @@ class Storage:
                     )
             own, layout = cut(spec, axes)
             if own:
-                plan[name] = Spec(spec.shape, spec.dtype, layout, undecided=mesh.everywhere, wires=spec.wires)
+                plan[name] = Spec(
+                    spec.shape, spec.dtype, layout, undecided_mask=mesh.everywhere, comm_formats=spec.comm_formats
+                )
                 found[name] = own
         return found
 

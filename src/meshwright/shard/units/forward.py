@@ -177,7 +177,7 @@ class Seen:
                 t.__dict__[CONVERT_WITH_GRAD_DTYPE] = _Bring(unit, p)
             if p.requires_grad and t.dtype is torch.float32:
                 t.__dict__[ONCE] = self._cast(i)
-            if spec.undecided and i in learning:
+            if spec.undecided_mask and i in learning:
                 link([p, t])
         return made
 

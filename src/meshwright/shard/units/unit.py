@@ -322,11 +322,11 @@ class ParamGroup:
     def _send(self, members: list[DistTensor], way: Chain, near: Mapping[int, Tensor]) -> Part:
         """Start the gather of parameters that travel together; they are cast on their way into its buffer."""
         (step,) = way.gather
-        packing = self.zero.packing(step.axes, members, block_of(step.src.wire))
+        packing = self.zero.packing(step.axes, members, block_of(step.src.comm_format))
         row = packing.pack_row([near[id(p)] for p in members], step.src.dtype)
         group = collective.group(self.zero.mesh, step.axes)
         with serving("", partial(names_of, members)):
-            return members, packing, collective.gather_async(row, packing.sizes, group, step.src.wire)
+            return members, packing, collective.gather_async(row, packing.sizes, group, step.src.comm_format)
 
     def check_autocast(self) -> None:
         """Raises ShardError where autocast would compute in another dtype than the parameters' precision says."""
