@@ -1,0 +1,11 @@
+// A table wider than a phone shows its rows as lists: each cell below the header of its column.
+addEventListener("load", () => {
+  if (innerWidth > 600) return
+  for (const table of document.querySelectorAll(".md-typeset table:not([class])")) {
+    if (table.getBoundingClientRect().width <= table.closest("article").clientWidth) continue
+    const headers = [...table.querySelectorAll("th")].map(th => th.textContent)
+    for (const row of table.tBodies[0].rows)
+      [...row.cells].forEach((cell, i) => cell.textContent && (cell.dataset.header = headers[i]))
+    table.classList.add("rows-as-lists")
+  }
+})
