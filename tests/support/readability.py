@@ -54,7 +54,7 @@ LIMITS = Figures(16, 10, 6)
 
 def _prose(text: str) -> tuple[list[str], list[str]]:
     """The paragraphs and the cells of tables."""
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->|<picture>.*?</picture>|\A---$.*?^---$", "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"^```.*?^```\s*$", "", text, flags=re.DOTALL | re.MULTILINE)
     blocks: list[str] = []
     cells: list[str] = []
