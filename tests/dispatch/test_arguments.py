@@ -99,8 +99,8 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "compile_step model": (lambda: compiled(model=[net()]), "model cannot be a list"),
     "compile_step passes": (lambda: compiled(passes="gradient-merge"), "passes cannot be a str: give a list"),
     "compile_step layouts": (lambda: compiled(layouts=["x"]), "layouts cannot be a list"),
-    "torch.compile": (lambda: torch.compile(laid()), "torch.compile was given a module with DistTensors.*compile_step"),
-    "Module.compile": (lambda: laid().compile(), "torch.compile was given a module with DistTensors"),
+    "torch.compile": (lambda: torch.compile(laid()), "torch.compile: mw.shard_module sharded this.*compile_step"),
+    "Module.compile": (lambda: laid().compile(), "torch.compile: mw.shard_module sharded this module"),
     "DistTensor": (lambda: mw.DistTensor(T), "take mw.shard_tensor"),
 }  # fmt: skip
 

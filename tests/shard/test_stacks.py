@@ -208,8 +208,8 @@ def test_scripted_modules_that_stay_whole_are_right() -> None:
         ("transformers.trainer", "integrations.trainer.MeshTrainer", "Ray"),
         ("accelerate.accelerator", r"integrations.accelerate.one_device\(\)", "Ray"),
         ("lightning.fabric.fabric", r"integrations.fabric.MeshStrategy\(", "Ray|accelerat"),
-        ("ray.train.torch", "leave out prepare_model", "accelerat"),
-        ("script", "leave it out, mw.shard_module synchronises", "Ray|accelerat"),
+        ("ray.train.torch", "Leave out prepare_model", "accelerat"),
+        ("script", "Leave it out: mw.shard_module reduces", "Ray|accelerat"),
     ],
 )
 def test_wrappers_say_what_their_callers_users_can_do(caller: str, says: str, not_: str) -> None:

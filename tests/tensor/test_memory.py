@@ -350,12 +350,12 @@ def _wrapped() -> None:
     model = mw.shard_module(nn.Sequential(nn.Linear(4, 6)), mesh, {"0.*": {"dp": mw.Shard(0)}})
     cpu = {"device_id": torch.device("cpu")}
     for wrap, fix in (
-        (nn.parallel.DistributedDataParallel, "accelerate"),
-        (nn.DataParallel, "synchronises gradients itself"),
-        (lambda m: FullyShardedDataParallel(m, **cpu), "fsdp"),
-        (fully_shard, "fully_shard.*fsdp"),
+        (nn.parallel.DistributedDataParallel, "reduces gradients itself"),
+        (nn.DataParallel, "reduces gradients itself"),
+        (lambda m: FullyShardedDataParallel(m, **cpu), "fsdp="),
+        (lambda m: fully_shard(m, mesh=init_device_mesh("cpu", (2,))), "fsdp="),
     ):
-        with pytest.raises(ShardError, match=f"this rank's part for the whole.*|{fix}"):
+        with pytest.raises(ShardError, match=f"a rank's shards for full tensors. Leave it out: .*{fix}"):
             wrap(copy.deepcopy(model))
     # Plain modules are wrapped as ever; shard_module does not take what is wrapped.
     for made in (
@@ -371,3 +371,16 @@ def _wrapped() -> None:
 @pytest.mark.processes
 def test_wrappers_of_sharded_models_are_refused():
     run_processes(_wrapped, 2)
+
+
+def test_fully_shard_of_a_sharded_model_is_refused_without_a_process_group():
+    from torch.distributed.fsdp import fully_shard
+
+    def wrap() -> None:
+        mesh = mw.Mesh({"dp": 2})
+        model = mw.shard_module(nn.Sequential(nn.Linear(4, 6)), mesh, {"0.*": {"dp": mw.Shard(0)}})
+        for modules in (model, model[0], [model[0]]):
+            with pytest.raises(ShardError, match=r"fully_shard: mw.shard_module sharded .*Leave it out: .*fsdp="):
+                fully_shard(modules)
+
+    mw.simulate(wrap, mw.Mesh({"dp": 2}))

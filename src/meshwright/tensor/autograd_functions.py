@@ -118,34 +118,38 @@ else:  # a method of C, which looks up nothing: what is taken of it earlier is n
     torch_changes.put("torch.autograd.Function.apply", _applying)
 
 
+def _has_dist(module: torch.nn.Module) -> bool:
+    return any(map(_is_dist, (*module.parameters(), *module.buffers())))
+
+
 def _refusal(wrapper: str, instead: str) -> ShardError:
     return ShardError(
-        f"{wrapper} was given a module with DistTensors, of which it would take this rank's part for the whole: "
-        f"{_by_stack() or f'leave it out, {instead}'}"
+        f"{wrapper}: mw.shard_module sharded this module, and {wrapper} would take a rank's shards for full tensors. "
+        f"{_by_stack() or f'Leave it out: {instead}'}"
     )
 
 
 _SYNC = (
-    'mw.shard_module synchronises gradients itself (mw.shard_dataloader(loader, mesh, {"dp": mw.Shard(0)}) lays the '
-    "batches)"
+    "mw.shard_module reduces gradients itself, and "
+    'mw.shard_dataloader(loader, mesh, {"dp": mw.Shard(0)}) shards batches.'
 )
-_STORED = 'mw.shard_module(model, mesh, ..., fsdp="dp") stores parameters split and gathers them for use'
+_STORED = 'mw.shard_module(model, mesh, ..., fsdp="dp") stores parameters sharded and all-gathers them for use.'
 # What wraps models for their users, by the package that calls, the outer one first: what its user can do.
 _STACKS = {
     "transformers": (
-        "take meshwright.integrations.trainer.MeshTrainer in place of Trainer, or its mixin OnMesh for a trainer "
-        "that derives from it"
+        "Take meshwright.integrations.trainer.MeshTrainer in place of Trainer, or its mixin OnMesh for a trainer "
+        "that derives from it."
     ),
     "accelerate": (
-        "call meshwright.integrations.accelerate.one_device() before accelerator.prepare(), and lay batches with "
-        'mw.shard_dataloader(loader, mesh, {"dp": mw.Shard(0)})'
+        "Call meshwright.integrations.accelerate.one_device() before accelerator.prepare(), and shard batches with "
+        'mw.shard_dataloader(loader, mesh, {"dp": mw.Shard(0)}).'
     ),
-    "ray": f"leave out prepare_model of Ray Train, {_SYNC}",
+    "ray": f"Leave out prepare_model of Ray Train: {_SYNC}",
 }
 _STACKS |= dict.fromkeys(
     ("lightning", "lightning_fabric", "pytorch_lightning"),
-    "Fabric(strategy=meshwright.integrations.fabric.MeshStrategy(...)) shards it in fabric.setup(); a Trainer of "
-    f"Lightning wraps every model, so write the loop with Fabric or yourself: {_SYNC}",
+    "Fabric(strategy=meshwright.integrations.fabric.MeshStrategy(...)) shards it in fabric.setup(). A Trainer of "
+    f"Lightning wraps every model: write the loop with Fabric or yourself. {_SYNC}",
 )
 
 
@@ -165,8 +169,7 @@ def _refusing(original: Any, name: str, wrapper: str, instead: str) -> Any:
     @functools.wraps(original)
     def init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         # Of fully_shard it is what wraps each parameter.
-        given = (module,) if isinstance(module, torch.Tensor) else (*module.parameters(), *module.buffers())
-        if any(map(_is_dist, given)):
+        if _is_dist(module) if isinstance(module, torch.Tensor) else _has_dist(module):
             raise _refusal(wrapper, instead)
         original(self, module, *args, **kwargs)
 
@@ -180,17 +183,31 @@ for _name in ("DataParallel", "DistributedDataParallel"):
     )(functools.partial(_refusing, wrapper=_name, instead=_SYNC))
 
 
+def _refusing_modules(original: Any, name: str) -> Any:
+    """``fully_shard`` that refuses DistTensors before it looks for a process group."""
+
+    @functools.wraps(original)
+    def shard(module: Any, *args: Any, **kwargs: Any) -> Any:
+        modules = module if isinstance(module, (list, tuple)) else (module,)
+        if any(_has_dist(m) for m in modules if isinstance(m, torch.nn.Module)):
+            raise _refusal(name, _STORED)
+        return original(module, *args, **kwargs)
+
+    return shard
+
+
 class _Later(importlib.abc.MetaPathFinder):
     """Guards FSDP when it is imported: importing it here would take a second."""
 
-    classes: ClassVar[dict[str, str]] = {
+    names: ClassVar[dict[str, str]] = {
         "torch.distributed.fsdp.fully_sharded_data_parallel": "FullyShardedDataParallel",
-        "torch.distributed.fsdp._fully_shard._fsdp_param": "FSDPParam",  # of fully_shard
+        "torch.distributed.fsdp._fully_shard._fsdp_param": "FSDPParam",  # for a fully_shard imported by its users
+        "torch.distributed.fsdp._fully_shard._fully_shard": "fully_shard",
     }
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         """The module's own spec, which guards the class once the module has run."""
-        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in self.classes else None
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in self.names else None
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
@@ -202,21 +219,28 @@ class _Later(importlib.abc.MetaPathFinder):
         return spec
 
     def guard(self, module: Any) -> None:
-        """Guard the class of an imported module."""
-        name = self.classes[module.__name__]
-        called = "fully_shard" if name == "FSDPParam" else name
-        guarded = getattr(module, name)
-        guarded.__init__ = _refusing(guarded.__init__, "__init__", called, _STORED)
+        """Guard the class, or the function, of an imported module."""
+        name = self.names[module.__name__]
+        original = getattr(module, name)
+        if isinstance(original, type):
+            called = "fully_shard" if name == "FSDPParam" else name
+            original.__init__ = _refusing(original.__init__, "__init__", called, _STORED)  # type: ignore[misc]
+            return
+        guarded = _refusing_modules(original, name)
+        for package in ("", "._fully_shard", "._fully_shard._fully_shard"):
+            holder = sys.modules.get(f"torch.distributed.fsdp{package}")
+            if holder is not None and holder.__dict__.get(name) is original:
+                setattr(holder, name, guarded)
 
 
 @torch_changes.install(
-    *(f"{module}.{name}.__init__" for module, name in _Later.classes.items()),
+    *(f"{module}.{name}" + ".__init__" * (name != "fully_shard") for module, name in _Later.names.items()),
     why="FSDP would lay out anew what is a part already: DistTensors are refused, from its import on (sys.meta_path)",
 )
 def _guard_later() -> None:
     later = _Later()
     sys.meta_path.insert(0, later)
-    for name in later.classes:
+    for name in later.names:
         if name in sys.modules:
             later.guard(sys.modules[name])
 
@@ -230,10 +254,11 @@ def _compiling(compiling: Any, name: str) -> Any:
     @functools.wraps(compiling)
     def guarded(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         module = getattr(model, "__self__", model)  # Module.compile compiles a method
-        if isinstance(module, torch.nn.Module) and any(map(_is_dist, (*module.parameters(), *module.buffers()))):
+        if isinstance(module, torch.nn.Module) and _has_dist(module):
             raise ShardError(
-                "torch.compile was given a module with DistTensors, which it cannot trace: mw.compile_step(..., "
-                'backend="inductor") captures the whole step and compiles what lies between collectives'
+                "torch.compile: mw.shard_module sharded this module, and Dynamo cannot trace DistTensors. Use "
+                'mw.compile_step(..., backend="inductor"): it captures the whole step and compiles the code between '
+                "collectives."
             )
         return compiling(model, *args, **kwargs)
 
