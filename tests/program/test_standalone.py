@@ -320,6 +320,22 @@ def test_parts_share_the_functions_of_equal_blocks(tmp_path: Path) -> None:
     assert text.count(forward[0].removeprefix("def ").partition("(")[0] + "(") == 1 + 2 * 4
 
 
+def test_gradients_enter_their_bucket_next_to_their_module(tmp_path: Path) -> None:
+    def write() -> str:
+        model = mlp()
+        options: dict[str, Any] = {"mesh": mw.Mesh({"dp": 2}), "batch": DP, "passes": BOTH_PASSES}
+        step = mw.compile_step(model, squares, sgd(model.parameters()), pairs(4)[0], **options)
+        return step.to_python(tmp_path / "step.py").read_text()
+
+    lines = mw.simulate(write, mw.Mesh({"dp": 2}))[0].splitlines()
+    copies = [i for i, line in enumerate(lines) if "place_of_" in line and ".copy_(" in line]
+    assert len(copies) >= 4
+    for i in copies:  # its comment is that of the module whose gradient it is
+        section = next(line for line in reversed(lines[:i]) if line.startswith("    # "))
+        assert section.strip("# ").startswith(("0 (Linear)", "2 (Linear)", "4 (Linear)")), section
+    assert any("grad_bucket = aten.empty" in line for line in lines)
+
+
 def test_repeated_blocks_are_functions(tmp_path: Path) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -190,6 +190,24 @@ def test_scripted_functions_are_given_whole_tensors() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*has no rule")
+def test_scripted_classes_see_the_names_of_their_function() -> None:
+    """TorchScript reads them in the frame that calls ``torch.jit.script``, before a sharded model and after it."""
+
+    def scripted() -> Any:
+        @torch.jit.script
+        def twice(x: Tensor) -> Tensor:
+            return x * 2
+
+        class Held:
+            def __init__(self, x: Tensor) -> None:
+                self.x = twice(x)
+
+        return torch.jit.script(Held)
+
+    mw.simulate(sharded, MESH)
+    torch.testing.assert_close(scripted()(X).x, X * 2)
+
+
 def test_scripted_modules_that_stay_whole_are_right() -> None:
     def run() -> list[Tensor]:
         model = mw.shard_module(scripted_inside(), MESH)

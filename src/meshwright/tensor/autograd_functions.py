@@ -305,6 +305,8 @@ def _guard_script(original: Any, name: str) -> Any:
         held = (*what.parameters(), *what.buffers()) if isinstance(what, torch.nn.Module) else ()
         if any(map(_is_dist, (*held, *tensors_in((args, kwargs))))):
             raise ShardError(f"torch.jit.{name} was given DistTensors: {_SCRIPTED}")
+        if name == "script":  # it looks up the names of a class in the frame of its caller, one above this one
+            kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1
         return original(what, *args, **kwargs)
 
     return guarded

@@ -17,7 +17,7 @@ import torch.fx as fx
 from ... import compat
 from ..ir.nodes import info_of, is_mutating
 from .repeats import Repeat, Slot, repeats_of
-from .statements import HOLE, Statement
+from .statements import HOLE, Statement, gradient_in_bucket, is_bucket
 from .transposes import without_transposes
 
 _WIDTH = 116
@@ -66,7 +66,13 @@ class ValueNames:
 
 def _base(node: fx.Node) -> str:
     info = info_of(node)
+    if (gradient := gradient_in_bucket(node)) is not None:
+        return "place_of_" + _base(gradient)
+    if is_bucket(node):
+        return "grad_bucket"
     short = re.sub(r"_default.*|_tensor.*|_int.*|_dim.*|_\d+$", "", node.name) or node.name
+    if ", " in info.sync:  # several gradients, reduced together
+        return "grad_bucket"
     if info.sync:
         return "grad_" + _last(info.sync)
     if info.grad_of:
@@ -328,7 +334,8 @@ class Function:
     def _line(self, s: Statement, texts: Sequence[str], indent: str, reason: str = "") -> Iterator[str]:
         parts = s.code.split(HOLE)
         code = "".join(a + b for a, b in zip(parts, [*texts, ""], strict=True))
-        comment = "  # " + "; ".join(filter(None, (info_of(s.node).line, s.comment)))
+        line = info_of(gradient_in_bucket(s.node) or s.node).line
+        comment = "  # " + "; ".join(filter(None, (line, s.comment)))
         if reason or s.reason:
             yield f"{indent}# {reason or s.reason}"
         target = f"{self.names.of(s.node)} = " if self.readers.get(s.node) or s.node in self.results else ""

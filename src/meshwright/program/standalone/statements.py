@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx as fx
@@ -36,6 +36,10 @@ _SUMMED = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.in
 _METHODS = {
     *("t", "view", "expand", "permute", "unsqueeze", "squeeze", "transpose", "select", "clone", "detach", "unbind"),
 }
+_METHODS_OF = {  # an overload that a method of the same name calls
+    ("copy_", "default"), ("as_strided", "default"), ("addcmul_", "default"), ("add_", "Tensor"), ("mul_", "Tensor"),
+    ("masked_fill", "Scalar"),
+}  # fmt: skip
 _FUNCTIONS = {
     *(
         "tanh",
@@ -91,6 +95,25 @@ def sections_of(graph: fx.Graph) -> dict[str, str]:
     return made
 
 
+def gradient_in_bucket(node: fx.Node) -> fx.Node | None:
+    """The gradient that a pass writes to its place in a bucket, of that place and of the copy into it."""
+    if node.target is aten.copy_.default and _is_place(node.args[0]):
+        return cast(fx.Node, node.args[1])
+    if _is_place(node):
+        return next((cast(fx.Node, u.args[1]) for u in node.users if u.target is aten.copy_.default), None)
+    return None
+
+
+def is_bucket(node: Any) -> bool:
+    """Whether a node is memory for gradients that are reduced together."""
+    made = isinstance(node, fx.Node) and node.target in (aten.empty.memory_format, aten.zeros.default)
+    return made and info_of(node).role == "backward" and any(u.target is aten.as_strided.default for u in node.users)
+
+
+def _is_place(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.as_strided.default and is_bucket(node.args[0])
+
+
 def few_in_order(mesh: Mesh, value: Value, axes: str) -> bool:
     """Whether gloo ranks gather what a sum adds up, and add it in their order; of two ranks both orders are one."""
     ranks = math.prod(mesh.axis_size(a) for a in axes.split(","))
@@ -143,7 +166,8 @@ class Writer:
         if node.name in self.odd:
             self.bundle.add(helpers.strided)
             code = f"strided({code}, {self._text(tuple(checked_value(node).strides))})"
-        info = info_of(node)
+        gradient = gradient_in_bucket(node)
+        info = info_of(node if gradient is None else gradient)
         comment, reason = self._comment(node), self._reason(node)
         return Statement(node, code, tuple(self.reads), comment, reason, self._section(info.role, info.source))
 
@@ -183,6 +207,9 @@ class Writer:
         if name == "_unsafe_view":
             name = "view"
         if name in _METHODS and overload in ("default", "int") and plain | (name != "clone"):
+            own, *rest = args
+            return f"{own}.{name}({', '.join(rest)})"
+        if (name, overload) in _METHODS_OF and isinstance(node.args[0], fx.Node):
             own, *rest = args
             return f"{own}.{name}({', '.join(rest)})"
         if name in _FUNCTIONS and overload in ("default", "Tensor", "dim_IntList", "dim", "self"):

@@ -280,7 +280,7 @@ class _File:
                 yield from [*lines, "", ""]
             parameters = "w, batch, given" if self.how is not None else "w, batch"
             yield f"def {self.names[id(bound)]}({parameters}):"
-            yield f'    """{"Train on" if bound.program.update else "Run"} a batch; what it gives."""'
+            yield f'    """{"Train on" if bound.program.update else "Run"} a batch; return the loss."""'
             yield from [*cuts, *body, *returned, "", ""]
         yield from self.stages
         yield from self._cycle()
