@@ -27,8 +27,8 @@ BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 R, S0 = mw.Replicate(), mw.Shard(0)
 
 
-def spec(*shape: int, undecided: int = ALL, reduced: int = 0, sums: Any = None, placements: Sequence[Any] = ()) -> Spec:
-    return Spec(shape, F32, Layout(MESH, placements or (R, R, R)), reduced, undecided, sums)
+def spec(*shape: int, undecided_mask: int = ALL, placements: Sequence[Any] = (), **more: Any) -> Spec:
+    return Spec(shape, F32, Layout(MESH, placements or (R, R, R)), undecided_mask=undecided_mask, **more)
 
 
 def carrying(t: torch.Tensor, of: Spec) -> torch.Tensor:

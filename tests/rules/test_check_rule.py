@@ -250,8 +250,8 @@ def test_names_and_arguments() -> None:
         mw.check_rule("gelu", 3.0)
 
 
-def spec(*placements: Any, mesh: mw.Mesh = FOUR, reduced: int = 0) -> Spec:
-    return Spec((5, 3), torch.float64, Layout(mesh, list(placements)), reduced)
+def spec(*placements: Any, mesh: mw.Mesh = FOUR, grad_partial_mask: int = 0) -> Spec:
+    return Spec((5, 3), torch.float64, Layout(mesh, list(placements)), grad_partial_mask)
 
 
 def test_conversions_and_their_transposes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,11 +48,11 @@ def test_dims_and_sizes():
 def test_what_is_whole_and_what_is_reduced():
     rule = made("a b c d -> a b", (2, 3, 4, 5), whole="b x", reduced="c y", linear=())
     assert (rule.whole, dict(rule.reduced)) == (frozenset("bd"), {"c": "sum"})
-    assert dict(made("a b -> a", (2, 3), reduced=["b"], op="max").grad_partial_mask) == {"b": "max"}
+    assert dict(made("a b -> a", (2, 3), reduced=["b"], op="max").reduced) == {"b": "max"}
     worded = made("out in -> out", (2, 3), reduced="in", whole="out")
-    assert (worded.whole, dict(worded.grad_partial_mask)) == (frozenset(["out"]), {"in": "sum"})
+    assert (worded.whole, dict(worded.reduced)) == (frozenset(["out"]), {"in": "sum"})
     mapped = made("a b c -> a", (2, 3, 4), reduced={"b": "min", "c": "sum", "z": "sum"})
-    assert dict(mapped.grad_partial_mask) == {"b": "min", "c": "sum"}
+    assert dict(mapped.reduced) == {"b": "min", "c": "sum"}
     assert mapped.whole == frozenset()
     assert made("a b -> a b", (2, 3), whole=["a"]).whole == frozenset("a")
     assert dict(made("a -> a b", (2,), sizes={"b": 3}).sizes) == {"a": 2, "b": 3}

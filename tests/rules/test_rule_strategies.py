@@ -234,13 +234,7 @@ def test_what_a_local_function_may_ask_of_other_ranks():
 
 def test_what_a_rule_does_not_say():
     bare = Rule((dims("a"),), (dims("a"),), {"a": 4})
-    assert (bare.whole, bare.grad_partial_mask, bare.linear, bare.lends, bare.text) == (
-        frozenset(),
-        {},
-        (),
-        frozenset(),
-        "",
-    )
+    assert (bare.whole, bare.reduced, bare.linear, bare.lends, bare.text) == (frozenset(), {}, (), frozenset(), "")
     assert [bare.moves is False, bare.heavy is False, bare.padded is False] == [True] * 3
     assert [bare.local is None, bare.decompose is None] == [True] * 2
 

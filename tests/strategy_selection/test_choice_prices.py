@@ -28,7 +28,7 @@ def rule_of(line, ins, **more):
     return notation(line, *(Arg(i, tuple(s.shape), s.dtype, s) for i, s in enumerate(ins)), **more)
 
 
-TYPES = [(R, {}), (R, {"reduced": 1}), (S0, {}), (S1, {}), (P, {}), (MAX, {})]
+TYPES = [(R, {}), (R, {"grad_partial_mask": 1}), (S0, {}), (S1, {}), (P, {}), (MAX, {})]
 
 
 @pytest.mark.parametrize("graded", [True, False])
