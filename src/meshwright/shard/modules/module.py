@@ -368,7 +368,8 @@ def _plan(names: Names, mesh: Mesh, placements: Globs) -> dict[str, Spec]:
         if isinstance(t, DistTensor):
             if name in chosen:
                 raise ShardError(
-                    f"{name} is sharded already, as {t._spec.layout!r}: change it with mw.reshard, or build the model again"
+                    f"{name} is sharded already, as {t._spec.layout!r}: change it with mw.reshard, or build the model "
+                    "again"
                 )
             continue
         if name not in chosen and not isinstance(t, nn.Parameter):
