@@ -5,7 +5,7 @@ addEventListener("load", () => {
     if (table.getBoundingClientRect().width <= table.closest("article").clientWidth) continue
     const headers = [...table.querySelectorAll("th")].map(th => th.textContent)
     for (const row of table.tBodies[0].rows)
-      [...row.cells].forEach((cell, i) => cell.textContent && (cell.dataset.header = headers[i]))
+      [...row.cells].forEach((cell, i) => headers[i] && (cell.dataset.header = headers[i]))
     table.classList.add("rows-as-lists")
   }
 })
