@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -21,14 +20,12 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 from torch.export.graph_signature import InputKind
-from torch.fx.proxy import TracerBase
 from torch.fx.traceback import annotate, preserve_node_meta
 
 from ... import compat
 from ...compat import FakeTensor, FakeTensorMode, pytree
 from ...dispatch import disabled
 from ...errors import CaptureError
-from ...ranks.runtime import is_users
 from ...shard.parameters.precision import Dtypes
 from ...tensor import DistTensor
 from ...tensor.graph_marks import gradients_marked
@@ -39,7 +36,7 @@ from . import shared_export
 from .autograd_functions import OpaqueFunctions, functions_as_ops, has_calls
 from .checkpoint_calls import Regions
 from .constant_documents import forget_single_documents
-from .fakes import replaced
+from .fakes import modes_for_users_calls, replaced
 from .flat_linear import keep_dims_apart
 from .free_variables import Assigned, Place, attribute, buffers_written, forget_attributes, noting_attributes, places
 from .out_arguments import copy_into_out
@@ -55,7 +52,17 @@ from .refusals import (
 )
 from .row_picks import pick_within_rows
 from .shared_export import Exported, pointer
-from .source_lines import check_returned, files_of, instead, line_of, naming_the_line, own_loss, refusal_at, used_by
+from .source_lines import (
+    check_returned,
+    files_of,
+    instead,
+    line_of,
+    naming_the_line,
+    noting_users_frames,
+    own_loss,
+    refusal_at,
+    used_by,
+)
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -254,7 +261,8 @@ def export(
     """
     regions: dict[str, Path] = {}
     with (
-        _swapped(step, fakes), naming_the_line(model, step.loss_fn), _quiet(), _noting_users_frames(),
+        _swapped(step, fakes), naming_the_line(model, step.loss_fn), _quiet(), modes_for_users_calls(),
+        noting_users_frames(StepModule.forward.__code__.co_filename),
         gradients_marked(step.grad_dtype), preserve_node_meta(), Regions(partial(_annotated, regions)).noted(),
         OpaqueFunctions(), _regions_flat(),
     ):  # fmt: skip
@@ -394,31 +402,7 @@ def region_of(node: fx.Node) -> str:
     return str((node.meta.get("custom") or {}).get(_REGION, ""))
 
 
-note(
-    "torch.fx.proxy.TracerBase._filter_traceback_frames",
-    "torch.nn.Module.__setattr__",
-    why="nodes and assigned attributes are noted with the user's lines",
-)
-
-
-@contextmanager
-def _noting_users_frames() -> Iterator[None]:
-    """Inside, torch notes the user's frames of each op, whatever their functions are called.
-
-    By itself it keeps those of methods called ``forward``, and then nothing tells the lines of a loss function.
-    """
-    held = TracerBase._filter_traceback_frames
-    own = StepModule.forward.__code__.co_filename
-
-    def users(tracer: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
-        inside = max((i for i, f in enumerate(frames) if f.filename == own), default=-1) + 1
-        return traceback.StackSummary.from_list([f for f in frames[inside:] if is_users(f.filename)])
-
-    TracerBase._filter_traceback_frames = users  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        TracerBase._filter_traceback_frames = held  # type: ignore[method-assign]
+note("torch.nn.Module.__setattr__", why="assigned attributes are noted with the user's lines")
 
 
 @contextmanager

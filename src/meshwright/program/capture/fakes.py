@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from ... import compat
 from ...compat import FakeTensorMode, pytree
@@ -18,11 +19,13 @@ from ...errors import CaptureError
 from ...tensor import DistTensor
 from ...torch_changes import NEVER, note
 from ..ir.strides import dense
+from .fake_answers import answered
 
 Tensor = torch.Tensor
 Born = Callable[[str, Tensor], None]
 
 
+_DEVICE = torch.ops.prim.device.default
 _recording = threading.local()
 note(
     "torch._subclasses.fake_tensor.FakeTensorMode.dispatch",
@@ -42,9 +45,13 @@ def writing_nothing() -> Iterator[None]:
 
         @functools.wraps(original)
         def guarded(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if getattr(_recording, "depth", 0) and func._schema.is_mutable:
+            if not getattr(_recording, "depth", 0):
+                return original(self, func, types, args, kwargs or {})
+            if func is _DEVICE:
+                return args[0].fake_device
+            if func._schema.is_mutable:
                 args, kwargs = pytree.tree_map_only(Tensor, partial(_unknown, self), (args, kwargs or {}))
-            return original(self, func, types, args, kwargs or {})
+            return answered(original, self, func, types, args, kwargs or {})
 
         FakeTensorMode.dispatch = guarded  # type: ignore[method-assign]
     _recording.depth = getattr(_recording, "depth", 0) + 1
@@ -138,4 +145,23 @@ def replaced(target: Any, **given: Any) -> Iterator[None]:
                 delattr(target, name)
 
 
-__all__ = ["like", "named_in", "replaced", "stand_ins"]
+note(
+    "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode.__torch_dispatch__",
+    why="function modes see the user's calls, not what tracing asks of tensors",
+)
+
+
+@contextlib.contextmanager
+def modes_for_users_calls() -> Iterator[None]:
+    """Inside, function modes are not asked about each shape and dtype that tracing looks at."""
+    dispatch = ProxyTorchDispatchMode.__torch_dispatch__
+
+    def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return dispatch(self, *args, **kwargs)
+
+    with replaced(ProxyTorchDispatchMode, __torch_dispatch__=traced):
+        yield
+
+
+__all__ = ["like", "modes_for_users_calls", "named_in", "replaced", "stand_ins"]

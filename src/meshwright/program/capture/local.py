@@ -36,7 +36,7 @@ from ...passes.split_checkpoints import SplitCheckpoints
 from ...ranks import runtime
 from ..check.flow import updates
 from ..ir.inplace import functional, note_writes, storages, written
-from ..ir.nodes import annotate, info_of, is_mutating, remove_dead
+from ..ir.nodes import Value, annotate, info_of, is_mutating, remove_dead
 from ..ir.program import Input, Output, Program
 from ..ir.regions import Path
 from ..ir.trace import Recorder
@@ -128,9 +128,9 @@ class _StepRecorder(Recorder):
         finally:
             self.begin("", "", outer)
 
-    def emit(self, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
+    def emit(self, target: Any, args: Any, kwargs: Any = None, value: Value | None = None) -> fx.Node:
         """As the base, with notes of what autograd made and of writes from the backward on."""
-        node = super().emit(target, args, kwargs)
+        node = super().emit(target, args, kwargs, value)
         if self.engine:
             annotate(node, transposed=True)
         if self.role != "forward" and is_mutating(node):

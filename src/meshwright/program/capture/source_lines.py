@@ -20,10 +20,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 import torch.nn as nn
+from torch.fx.proxy import TracerBase
 
 from ...compat import pytree
 from ...errors import CaptureError, MeshwrightError
 from ...ranks.runtime import is_users
+from ...torch_changes import note
+from .fakes import replaced
 
 Tensor = torch.Tensor
 
@@ -277,6 +280,66 @@ def check_returned(loss_fn: Callable[..., Any], model: nn.Module, made: Any) -> 
     )
 
 
+note(
+    "torch.fx.proxy.TracerBase._filter_traceback_frames",
+    "torch.fx.proxy.CapturedTraceback",
+    why="nodes are noted with the user's lines",
+)
+
+
+class _UsersStacks:
+    """In place of ``CapturedTraceback``: the user's frames of the step.
+
+    Torch's own describes all frames, of which a hundred are torch's, and reads the line of each.
+    """
+
+    def __init__(self, own: str) -> None:
+        self.own = own
+        self.formatted: dict[Any, list[str]] = {}
+
+    def extract(self) -> _UsersStack:
+        """The frames of the caller."""
+        frame, frames = sys._getframe(1).f_back, []
+        while frame is not None and frame.f_code.co_filename != self.own:
+            code = frame.f_code
+            if is_users(code.co_filename):
+                frames.append((code.co_filename, frame.f_lineno, code.co_name))
+            frame = frame.f_back
+        return _UsersStack(frames[::-1], self.formatted)
+
+
+class _UsersStack(traceback.StackSummary):
+    def __init__(self, frames: Sequence[tuple[str, int, str]], formatted: dict[Any, list[str]]) -> None:
+        super().__init__(traceback.FrameSummary(*f, lookup_line=False) for f in frames)
+        self.frames, self.formatted = tuple(frames), formatted
+
+    def summary(self) -> _UsersStack:
+        """Itself."""
+        return self
+
+    def format(self, **options: Any) -> list[str]:
+        """Its text, which many nodes have in common."""
+        if self.frames not in self.formatted:
+            self.formatted[self.frames] = super().format(**options)
+        return self.formatted[self.frames]
+
+
+@contextmanager
+def noting_users_frames(own: str) -> Iterator[None]:
+    """Inside, torch notes the user's frames of each op, whatever their functions are called.
+
+    By itself it keeps those of methods called ``forward``, and then nothing tells the lines of a loss function.
+
+    Args:
+        own: the file that calls the step: its callers are of no interest.
+    """
+    with (
+        replaced(fx.proxy, CapturedTraceback=_UsersStacks(own)),
+        replaced(TracerBase, _filter_traceback_frames=lambda tracer, frames: frames),
+    ):
+        yield
+
+
 __all__ = [
     "VALUES",
     "check_returned",
@@ -284,6 +347,7 @@ __all__ = [
     "instead",
     "line_of",
     "naming_the_line",
+    "noting_users_frames",
     "own_loss",
     "refusal_at",
     "used_by",

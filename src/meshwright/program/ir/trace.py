@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode):
             hit = self._seen.get(key)
             if hit is not None:
                 return hit
-        node = self.emit(func, made_args, made_kwargs)
+        node = self.emit(func, made_args, made_kwargs, self.value(out) if isinstance(out, Tensor) else None)
         info = info_of(node)
         if info.role == "forward" and info.regions:
             annotate(node, saved=tuple(r for r in info.regions if r.saves(func, args, kwargs, out)))
@@ -172,15 +172,15 @@ class Recorder(TorchDispatchMode):
             self._seen[key] = node
         return node
 
-    def emit(self, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
-        """A node of the present role, line and cause; what it gives is to be said."""
+    def emit(self, target: Any, args: Any, kwargs: Any = None, value: Value | None = None) -> fx.Node:
+        """A node of the present role, line and cause; without ``value`` what it gives is to be said."""
         node = self.graph.create_node("call_function", target, args, kwargs or {})
         if is_mutating(node):  # a collective of what was written since is another one; views stay views
             self._seen = {k: n for k, n in self._seen.items() if k[0] not in COLLECTIVES}
         source, line, regions = self._origin()
         cause = runtime.RT.cause
         node.meta["info"] = NodeInfo(
-            self.role, line, source, cause=None if cause is None else self._cause(cause), **self._notes,
+            self.role, line, source, value, cause=None if cause is None else self._cause(cause), **self._notes,
             # Whether a gathered parameter is kept is said elsewhere.
             regions=() if "gather" in self._notes else regions,
         )  # fmt: skip
