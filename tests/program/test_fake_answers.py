@@ -29,13 +29,13 @@ def _build(model: nn.Module, axes: dict[str, int], batch: Tensor, **options: Any
 
 def test_equal_blocks_ask_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    keep = fake_answers.Answers.keep
+    keep = fake_answers.FakeAnswers.keep
 
     def counted(self: Any, key: Any, *rest: Any) -> None:
         asked.append(key)
         keep(self, key, *rest)
 
-    monkeypatch.setattr(fake_answers.Answers, "keep", counted)
+    monkeypatch.setattr(fake_answers.FakeAnswers, "keep", counted)
     counts = []
     for n in (2, 2, 5):  # PyTorch asks itself more at first
         asked.clear()

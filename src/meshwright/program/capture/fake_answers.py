@@ -64,7 +64,7 @@ def _is_function_of_metadata(func: Any) -> bool:
     return known[1]
 
 
-class Answers:
+class FakeAnswers:
     """Results of ops on the fakes of one mode."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -80,7 +80,7 @@ class Answers:
                 described += [(k, self._describe(a, places, storages)) for k, a in kwargs.items()]
         except _Unlike:
             return None, None, storages
-        key = (id(func), torch.get_default_dtype(), torch._C._get_default_device(), *described)
+        key = (id(func), torch.get_default_dtype(), compat.default_device(), *described)
         templates = self.known.get(key)
         if templates is None:
             return key, None, storages
@@ -122,7 +122,7 @@ class Answers:
                 storages.append(storage)
             return (
                 a.shape, a.stride(), a.storage_offset(), a.dtype, a.fake_device, storage.nbytes(), place,
-                torch._C._dispatch_keys(a).raw_repr(),
+                compat.dispatch_keys(a).raw_repr(),
             )  # fmt: skip
         if kind in _PLAIN:
             return kind, a  # 1, 1.0 and True are equal
@@ -141,9 +141,9 @@ class Answers:
             FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=template.device
         )
         if self.mode._allow_unsafe_data_ptr_access:
-            torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+            compat.set_warn_on_data_ptr(made)
         else:
-            torch._C._set_throw_on_mutable_data_ptr(made)
+            compat.set_throw_on_data_ptr(made)
         made.__dict__.update(template.attributes)
         return made
 
@@ -167,7 +167,7 @@ class Answers:
             and like.stride() == t.stride()
             and like.storage_offset() == t.storage_offset()
             and like.untyped_storage().nbytes() == t.untyped_storage().nbytes()
-            and torch._C._dispatch_keys(like) == torch._C._dispatch_keys(t)
+            and compat.dispatch_keys(like) == compat.dispatch_keys(t)
         )
         if not same:
             raise _Unlike
@@ -178,14 +178,14 @@ def answered(ask: Any, mode: FakeTensorMode, func: Any, types: Any, args: Any, k
     """What an op on fakes gives: the answer of an equal call before, or PyTorch's (``ask``)."""
     if not _is_function_of_metadata(func) or torch.is_inference_mode_enabled() or mode.propagate_real_tensors:
         return ask(mode, func, types, args, kwargs)
-    known: Answers | None = mode.__dict__.get(_ANSWERS)
+    known: FakeAnswers | None = mode.__dict__.get(_ANSWERS)
     if known is None:
-        known = mode.__dict__[_ANSWERS] = Answers(mode)
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        known = mode.__dict__[_ANSWERS] = FakeAnswers(mode)
+    with compat.DisableTorchFunction(), compat.DisableTorchDispatch():
         key, out, storages = known.look_up(func, args, kwargs)
     if out is None:
         out = ask(mode, func, types, args, kwargs)
         if key is not None:
-            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            with compat.DisableTorchFunction(), compat.DisableTorchDispatch():
                 known.keep(key, args, storages, out)
     return out

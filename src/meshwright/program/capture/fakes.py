@@ -157,7 +157,7 @@ def modes_for_users_calls() -> Iterator[None]:
     dispatch = ProxyTorchDispatchMode.__torch_dispatch__
 
     def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with compat.DisableTorchFunction():
             return dispatch(self, *args, **kwargs)
 
     with replaced(ProxyTorchDispatchMode, __torch_dispatch__=traced):
