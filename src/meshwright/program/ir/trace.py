@@ -63,6 +63,7 @@ class Recorder(TorchDispatchMode):
         self.causes: list[Record] = []
         self._cause_ids: dict[int, int] = {}
         self._seen: dict[Any, fx.Node] = {}
+        self._sent: dict[Any, fx.Node] = {}  # the same of collectives, since the last write
         self._storages: dict[int, tuple[Any, int]] = {}
         self._first: fx.Node | None = None
         self._starts: list[int] = []  # sequence numbers of autograd at which a captured node began
@@ -156,12 +157,12 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any = None) -> fx.Node:
         made_args, made_kwargs = self._nodes(args), self._nodes(kwargs)
-        key = None
+        key, seen = None, self._sent if func in COLLECTIVES else self._seen
         if func in VIEWS or (func in COLLECTIVES and self.merge):
             # What is brought again for the backward is not kept from the forward until then.
             phase = getattr(runtime.RT.cause, "phase", "") if func in COLLECTIVES else ""
             key = (func, _frozen(made_args), _frozen(made_kwargs), phase)
-            hit = self._seen.get(key)
+            hit = seen.get(key)
             if hit is not None:
                 return hit
         node = self.emit(func, made_args, made_kwargs, self.value(out) if isinstance(out, Tensor) else None)
@@ -169,14 +170,14 @@ class Recorder(TorchDispatchMode):
         if info.role == "forward" and info.regions:
             annotate(node, saved=tuple(r for r in info.regions if r.saves(func, args, kwargs, out)))
         if key is not None:
-            self._seen[key] = node
+            seen[key] = node
         return node
 
     def emit(self, target: Any, args: Any, kwargs: Any = None, value: Value | None = None) -> fx.Node:
         """A node of the present role, line and cause; without ``value`` what it gives is to be said."""
         node = self.graph.create_node("call_function", target, args, kwargs or {})
         if is_mutating(node):  # a collective of what was written since is another one; views stay views
-            self._seen = {k: n for k, n in self._seen.items() if k[0] not in COLLECTIVES}
+            self._sent.clear()
         source, line, regions = self._origin()
         cause = runtime.RT.cause
         node.meta["info"] = NodeInfo(
