@@ -1,3 +1,8 @@
+// Short code stays on one line: an option such as --seed would break after its hyphens.
+addEventListener("load", () => {
+  for (const code of document.querySelectorAll(".md-typeset :not(pre) > code"))
+    if (code.textContent.length < 26) code.style.whiteSpace = "nowrap"
+})
 // A table wider than a phone shows its rows as lists: each cell below the header of its column.
 addEventListener("load", () => {
   if (innerWidth > 600) return
