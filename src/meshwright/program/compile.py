@@ -27,7 +27,7 @@ from . import LossScale, Plan
 from .capture.build import Globs, build, checked_mesh, conditions_of
 from .capture.export import LossFn, batch_sources
 from .capture.fakes import named_in
-from .capture.free_variables import numbers, places
+from .capture.free_variables import constants, numbers, places
 from .capture.local import HandWritten, StepFn, record_step
 from .capture.optimizers import as_one, parts_of
 from .capture.stages import Homes
@@ -75,6 +75,9 @@ class _OfDevice(CaptureSource):
     def reads(self) -> Read:
         return numbers([self.loss_fn, self.model])
 
+    def constants(self) -> Mapping[str, Any]:
+        return constants(self.loss_fn, self.model)
+
     @property
     def more(self) -> Mapping[str, Any]:
         return {"init": self.init}
@@ -116,6 +119,9 @@ class _ByHand(CaptureSource):
         leaves = {i.name: int(i.name.partition(".")[2]) for i in program.inputs if i.kind == "batch"}
         found = places([self.step_fn, model], program.constants.values(), model)
         return Recorded(program, leaves, tree, places=found)
+
+    def constants(self) -> Mapping[str, Any]:
+        return constants(self.step_fn, self.model)
 
 
 _MODEL = (nn.Module, "give the nn.Module that is trained")

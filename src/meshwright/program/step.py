@@ -38,6 +38,7 @@ from .ir.program import STEP, Program
 from .ir.sizes import Unlike
 from .run.batches import BatchStructure, shapes_of, split_batch
 from .run.bind import BACKENDS, CompiledVariant, StepState
+from .run.constants import Constants
 from .run.cuda_graphs import graphs_of
 from .run.cycle import Cycle
 from .run.guard import Guard, modes, switched_back
@@ -121,6 +122,10 @@ class CaptureSource:
         """The numbers that the user's code may read, which a program holds as they were."""
         return ()
 
+    def constants(self) -> Mapping[str, Any]:
+        """Those of them that are looked at between steps, by name."""
+        return {}
+
     @property
     def more(self) -> Mapping[str, Any]:
         """What was said that is no part of the plan."""
@@ -197,6 +202,7 @@ class CompiledStep:
         self._named = False
         self._lengths = Lengths(self.mesh)
         self._peers = Peers(self.mesh, self.carrier, whole=not source.by_hand)
+        self._constants = Constants(source.constants, source.name)
         self._install(leaves, self._bound(recorded, leaves))
 
     # -- compiling ------------------------------------------------------------------------------------
@@ -385,6 +391,7 @@ class CompiledStep:
                 why = "the optimizer ran behind the program for its step hooks or a step() of its own, and has none now"
                 raise ProgramError(f"{why}: capture the step again")
             self.cycle.join(made)
+        self._constants.note(made)
         self._ready[self._signature(leaves)] = self._current = made
         while len(self._ready) > max(1, self.most_programs):
             del self._ready[next(iter(self._ready))]
@@ -410,6 +417,7 @@ class CompiledStep:
             self._ready[signature] = found  # the one used last
         if self._peers.all_have(found is not None and found.follow()):
             assert found is not None
+            self._constants.check(found)
             return found
         batch = self._structure.nested(leaves)
         first = self._first

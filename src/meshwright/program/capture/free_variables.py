@@ -175,6 +175,39 @@ def numbers(roots: Iterable[Any]) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
+_PLAIN = (bool, int, float, complex, str)
+
+
+def constants(fn: Any, model: nn.Module) -> dict[str, Any]:
+    """Numbers and words that a step is likely to read, by what the user calls them: attributes of modules, what the
+    function refers to, attributes and entries of that.  It takes milliseconds; :func:`numbers` finds all."""
+    found = {
+        f"{path}.{key}" if path else key: value
+        for path, module in model.named_modules()
+        for key, value in module.__dict__.items()
+        if isinstance(value, _PLAIN) and key != "training"
+    }
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    named = {"self": fn.__self__} if isinstance(fn, types.MethodType) else {}
+    fn = getattr(fn, "__func__", fn)
+    if isinstance(fn, types.FunctionType):
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # not yet assigned
+                named[name] = cell.cell_contents
+        named |= {n: fn.__globals__[n] for n in names_read(fn.__code__) & fn.__globals__.keys()}
+    for name, value in named.items():
+        entries = value if isinstance(value, dict) else vars(value) if _is_users(value) and _has_dict(value) else {}
+        for key, inside in ((name, value), *((f"{name}.{k}", v) for k, v in list(entries.items()))):
+            if isinstance(inside, _PLAIN):
+                found[key] = inside
+    return found
+
+
+def _has_dict(held: Any) -> bool:
+    return not isinstance(held, nn.Module) and hasattr(held, "__dict__")
+
+
 # Of whose objects nothing is read: loggers, locks, tensors; but of functions and containers what is in them.
 _NOT_READ = {*sys.stdlib_module_names, "torch"} - {"builtins", "types", "functools", "collections"}
 
