@@ -145,6 +145,13 @@ def test_pairs_find_what_was_wrong_once(defect: str) -> None:
         {"mode": "pipeline", "micro": "2", "block": "tied", "rows": "one each", "second": "one"},
         {"mode": "data-parallel", "micro": "3", "mesh": "tp=3", "layouts": "found", "precision": "autocast"},
         {"context": "every layer checkpointed", "precision": "autocast", "storage": "fsdp", "mesh": "tp=2"},
+        {
+            "mode": "by hand, data-parallel",
+            "rows": "one on the last",
+            "inputs": "sequence first",
+            "update": "AdamW, clipped",
+            "head": "the first weight added",
+        },
     ],
     ids=lambda values: ", ".join(values.values()),
 )

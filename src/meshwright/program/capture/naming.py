@@ -119,6 +119,8 @@ def _mark(node: fx.Node, mesh: Mesh) -> None:
         given, user = stack.pop()
         if user in seen or info_of(user).role == "forward":
             continue
+        if info_of(user).grad_of:  # another parameter's, which this one is a term of: its sums are its own
+            continue
         seen.add(user)
         if is_sum(user):
             axes.update(dict.fromkeys(str(user.args[-2]).split(","), str(user.args[1])))

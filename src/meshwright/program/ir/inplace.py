@@ -133,6 +133,10 @@ class _Functional:
             return self.order[user] > at
 
         for old, new in zip(targets, values, strict=True):
+            if node.target is aten.copy_.default and not info_of(new).grad_of:
+                # Where autograd copies a gradient that two parameters share, what it copies is the gradient.
+                annotate(new, grad_of=info_of(old).grad_of)
+                annotate(old, grad_of=())
             old.replace_all_uses_with(new, delete_user_cb=later)
             if targets[0] is node.args[0]:  # what it returns is what it wrote to
                 node.replace_all_uses_with(new)
