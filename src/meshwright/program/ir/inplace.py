@@ -133,7 +133,7 @@ class _Functional:
             return self.order[user] > at
 
         for old, new in zip(targets, values, strict=True):
-            if node.target is aten.copy_.default and not info_of(new).grad_of:
+            if old.target in _EMPTY and new is node.args[1] and not info_of(new).grad_of:
                 # Where autograd copies a gradient that two parameters share, what it copies is the gradient.
                 annotate(new, grad_of=info_of(old).grad_of)
                 annotate(old, grad_of=())
@@ -231,6 +231,10 @@ class _Functional:
                 self._moved(user)
 
 
+_EMPTY = {
+    aten.new_empty_strided.default, aten.new_empty.default, aten.empty_like.default, aten.empty_strided.default,
+    aten.empty.memory_format,
+}  # fmt: skip
 # A number for all: what is known of single ops (that they are linear, say) is then known of these too.
 # And each is there as soon as what it is made of.
 _SINGLE: dict[Any, Any] = {
