@@ -89,3 +89,30 @@ def test_cut(make: Callable[[], Any], loss_of: Any, stages: Any, batch: Any) -> 
     uncut, cut = (mw.simulate(lambda s=s: run(s), mw.Mesh({"pp": 2}))[0] for s in ("uncut", "zero-bubble"))
     assert cut == uncut
     assert cut == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("gpt2", marks=pytest.mark.long), "llama"])
+def test_micro_batches_of_one_row(kind: str) -> None:
+    """Positions are repeated for several rows, and not for one: two rows and one row give one device's gradients."""
+    names = {"gpt2": "transformer.h", "llama": "model.layers"}
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        model = globals()[kind]().double()
+        model.set_attn_implementation("sdpa")  # which looks for packed documents in the positions
+        return model
+
+    def gradients(model: Any) -> dict[str, torch.Tensor]:
+        return {n: mw.unshard(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    def run() -> Any:
+        model, options = made(), {"stages": {"pp": names[kind]}, "passes": ["pipeline:micro_batches=2"]}
+        step = mw.compile_step(model, text, None, IDS[:3], mesh=mw.Mesh({"pp": 2}), gradients=True, **options)
+        return step(IDS[:3]).item(), gradients(model)
+
+    model = made()
+    loss = text(model, IDS[:3])
+    loss.backward()
+    found, got = mw.simulate(run, mw.Mesh({"pp": 2}))[0]
+    assert found == pytest.approx(loss.item(), rel=1e-6)
+    assert all(torch.allclose(got[n], g, atol=1e-6) for n, g in gradients(model).items())

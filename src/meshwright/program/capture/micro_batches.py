@@ -309,7 +309,7 @@ def _of_dims(one: Captured, two: Captured, dims: Dims, weighing: Weighing) -> Mi
             first = first or error
             continue
         if numbers_add or len(adds) == 1 or found.weight.weighs:
-            return found
+            return replace(found, counts=tuple(compared.counterparts.get(n, n) for n in found.counts))
     assert first is not None
     raise first
 

@@ -35,12 +35,14 @@ class Compared:
         by_row: captured nodes whose values have a dim of rows.
         row_counts: captured nodes that give how many rows there are, whatever the batch, to that number.
         repeated: captured nodes that repeat one row for all rows, to the dim of the rows.
+        counterparts: captured nodes of two micro-batches that have another name in the graph of one, to that.
     """
 
     degrees: dict[str, int]
     by_row: frozenset[str]
     row_counts: dict[str, float]
     repeated: dict[str, int]
+    counterparts: dict[str, str]
 
 
 def compared_sizes(one: Captured, two: Captured, refused: Refused) -> Compared:
@@ -49,6 +51,8 @@ def compared_sizes(one: Captured, two: Captured, refused: Refused) -> Compared:
     (output,) = two.graph.find_nodes(op="output")
     needed = ancestors(n for n in output.args[0][:1] if isinstance(n, fx.Node))
     batch = {s.node for s in two.sources if s.kind == "batch"}
+    missing = _missing_repeats(mine, theirs)
+    theirs = [n for n in theirs if n not in missing]
     for a, b in zip(mine, theirs, strict=False):
         if (a.op, _op(a)) != (b.op, _op(b)) and not a.op == b.op == "placeholder":
             raise refused(
@@ -57,6 +61,11 @@ def compared_sizes(one: Captured, two: Captured, refused: Refused) -> Compared:
     if len(mine) != len(theirs):
         raise refused(theirs[-2], "other ops are called for twice as many rows")
     place = {n: i for i, n in enumerate(mine)} | {n: i for i, n in enumerate(theirs)}
+    pairs = list(zip(mine, theirs, strict=True))
+    for b in sorted(missing):  # which one row is for itself
+        source = _without_strides(b.all_input_nodes[0])
+        place[b] = place[source]
+        pairs.insert(next(i for i, (_, n) in enumerate(pairs) if n > b), (mine[place[b]], b))
     degrees: dict[str, int] = {}
     by_row: set[str] = set()
     row_counts: dict[str, float] = {}
@@ -66,7 +75,7 @@ def compared_sizes(one: Captured, two: Captured, refused: Refused) -> Compared:
     for s in two.sources:
         if s.value is not None and s.node in values:
             _check_constant(values[s.node], s.value, next(n for n in theirs if n.name == s.node), needed, refused)
-    for a, b in zip(mine, theirs, strict=True):
+    for a, b in pairs:
         inputs = [_without_strides(n) for n in b.all_input_nodes]
         if b.name in batch or not varies.isdisjoint(inputs):
             varies.add(b)
@@ -74,7 +83,7 @@ def compared_sizes(one: Captured, two: Captured, refused: Refused) -> Compared:
             by_row.add(b.name)
             if (dim := _repeated_dim(a, b)) is not None and inputs[0].name not in by_row:
                 repeated[b.name] = dim
-        if b.op != "call_function" or b not in needed:
+        if b.op != "call_function" or b not in needed or b in missing:
             continue
         if (degree := _degree(a, b, place, refused)) is not None:
             degrees[b.name] = degree
@@ -84,7 +93,22 @@ def compared_sizes(one: Captured, two: Captured, refused: Refused) -> Compared:
     by_row |= {n.name for n in two.graph.nodes if _without_strides(n).name in by_row}
     if any(n.target is GRAD.default for n in theirs):  # gradients in the loss are typed by what autograd went through
         repeated = {}
-    return Compared(degrees, frozenset(by_row), row_counts, repeated)
+    counterparts = {b.name: a.name for a, b in pairs if a.name != b.name}
+    return Compared(degrees, frozenset(by_row), row_counts, repeated, counterparts)
+
+
+def _missing_repeats(mine: list[fx.Node], theirs: list[fx.Node]) -> set[fx.Node]:
+    """What code calls for several rows only: it repeats one row, which for one is that row."""
+    found, one = set[fx.Node](), iter(mine)
+    a = next(one, None)
+    for b in theirs:
+        if a is not None and b.target is aten.expand.default and _op(a) != _op(b):
+            x, made = (n.meta["val"].shape for n in (b.all_input_nodes[0], b))
+            if x[:1] == (1,) and made == (2, *x[1:]):
+                found.add(b)
+                continue
+        a = next(one, None)
+    return found
 
 
 def _without_strides(node: fx.Node) -> fx.Node:

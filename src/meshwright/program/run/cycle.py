@@ -78,6 +78,7 @@ class Cycle:
         Raises as :meth:`join`.
         """
         for one in dict.fromkeys(readies):
+            _check_stages(one, readies[0])
             _alike(one, readies[0], folded=True)
         return Pipelined(readies, micros)
 
@@ -119,6 +120,18 @@ class Cycle:
         for name, t in self.carrier.scale.items():
             t.copy_(state[SCALE][name])
         self.done = int(state["micro_step"])
+
+
+def _check_stages(made: CompiledVariant, before: CompiledVariant) -> None:
+    """Raises ProgramError where stages send or sum other things in one micro-batch than in another."""
+    sent = [[] if (how := one.program.pipeline) is None else [m.name for m in how.messages] for one in (made, before)]
+    weights = any(n.startswith(WEIGHT) for n in made.sums.keys() ^ before.sums.keys())
+    if sent[0] != sent[1] or (made.sums.keys() != before.sums.keys() and not weights):
+        raise ProgramError(
+            "pipeline: micro-batches of one row and of several rows do not send the same values between stages (a "
+            "weight of several stages that is stored sharded). Use fewer micro-batches, so that each has two rows, or "
+            "a batch that they divide."
+        )
 
 
 def _alike(made: CompiledVariant, before: CompiledVariant, folded: bool = False) -> None:
