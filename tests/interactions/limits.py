@@ -194,6 +194,13 @@ REFUSED = [
     ),
     *of_micro_batches({"context": "function"}, "as it has no rule", _NO_RULE, _NO_RULE),
     Refusal(
+        {"mode": "pipeline", "storage": ("fsdp", "fsdp, kept", "fsdp and on")},
+        "do not send the same values between stages",
+        "limits.md",
+        "Micro-batches of one row next to larger ones, with a weight of several stages and `fsdp=`",
+        always=False,
+    ),
+    Refusal(
         MERGED,
         "micro-batches of 1 and of more elements in a sharded dim",
         "gradient-merge.md",
