@@ -305,6 +305,47 @@ def test_a_view_that_is_a_view_where_the_part_allows_it_is_written() -> None:
     mw.simulate(run, mesh)
 
 
+REPEATED: dict[str, Callable[[Tensor], Any]] = {
+    "ends of windows": lambda x: x.unfold(0, 2, 1)[..., -1].add_(1),
+    "a window": lambda x: x.unfold(0, 3, 2)[1].mul_(2),
+    "a view of windows": lambda x: x.unfold(0, 3, 1).permute(2, 0, 1)[0].mul_(2),
+    "a row of an expanded one": lambda x: x[:, 0].expand(2, 5)[1].mul_(2),
+    "a list": lambda x: torch._foreach_mul_([x.unfold(0, 2, 1)[..., 0]], 2.0),
+    "windows that lie apart": lambda x: x.unfold(0, 2, 2)[1].mul_(2),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+@pytest.mark.parametrize("p", [S0, S1, R])
+def test_a_copy_with_elements_in_several_places_is_not_written_to(name: str, p: Any) -> None:
+    """Of an element that is written in one place, the other places of the copy still hold the old value."""
+
+    copied = {"a row of an expanded one": S1, "windows that lie apart": None}.get(name, S0)
+
+    def run() -> None:
+        plain, x = r(5, 3), mw.shard_tensor(r(5, 3), FOUR, [p])
+        REPEATED[name](plain)
+        if p is copied:
+            with pytest.raises(DispatchError, match=r"in several places.*Write to the base, or say"):
+                REPEATED[name](x)
+        else:
+            REPEATED[name](x)
+            torch.testing.assert_close(mw.unshard(x), plain)
+
+    on_ranks(run, FOUR)
+
+
+@pytest.mark.parametrize("p", [S0, S1, R])
+def test_flatten_of_one_dim_is_the_tensor_itself(p: Any) -> None:
+    def run(x: Tensor) -> list[Tensor]:
+        y = x * 1.0
+        z = y.flatten(1, 1).unsqueeze_(-1)
+        assert z is y
+        return [y, *torch.autograd.grad((y * y).sum(), x)]
+
+    same(run, (r(5, 3).requires_grad_(), (p,)))
+
+
 @pytest.mark.parametrize("turn", [lambda y: y.unsqueeze_(0), lambda y: y.t_(), lambda y: y.transpose_(0, 1)])
 def test_a_view_that_is_a_copy_is_not_turned_in_place(turn: Any) -> None:
     """What is written to it afterwards would not reach its base."""

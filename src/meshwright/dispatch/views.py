@@ -202,6 +202,7 @@ def refuse_leaf(t: Tensor) -> None:
     view, recorded = view_of(t), torch.is_grad_enabled()
     while view is not None:
         _refuse_unknown(view)
+        _refuse_overlapping(view)
         recorded = recorded and not view.detached
         if recorded and view.base.requires_grad and view.base.is_leaf:
             raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
@@ -230,6 +231,32 @@ def _refuse_unknown(view: View) -> None:
             f"{name} of {spec!r} needed communication, and was then written to, or its base was: whether {name} makes "
             f"a view is not known here. Say .view(...), which does, or .{name}(...).clone()"
         )
+
+
+_REPEATING = {"unfold", "expand", "expand_as", "broadcast_to", "broadcast_tensors"}  # one element in several places
+
+
+def _refuse_overlapping(view: View) -> None:
+    """Raises DispatchError for a write to a copy in which an element of the base is in several places.
+
+    The copy has them apart: those that were written would say one value of the element, the others the old one.
+    """
+    name = op_name(view.func)
+    if not view.alias and name in _REPEATING and _overlaps(_on_meta(view)[1]):
+        raise DispatchError(
+            f"{name} of {view.base.__dict__['_spec']!r} needed communication and has elements of it in several places: "
+            f"what is written to it cannot reach its base. Write to the base, or say .{name}(...).clone()"
+        )
+
+
+def _overlaps(t: Tensor) -> bool:
+    """Whether an element in memory is in several places of a view that a call makes of a contiguous tensor."""
+    end = 0  # of what the dims of smaller strides span
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1 and stride <= end:
+            return True
+        end += (size - 1) * stride
+    return False
 
 
 def refresh(t: Tensor, call: Call) -> None:
@@ -320,6 +347,7 @@ def write_through(t: Tensor, call: Call) -> None:
         if view.alias:
             write_through(view.base, call)
             return
+        _refuse_overlapping(view)
         view.writing, version = True, _version(view.base)
         try:
             index = _slices(view, t)
@@ -354,13 +382,18 @@ def _writer(name: str) -> Internal:
     return Internal(write)
 
 
+def _on_meta(view: View) -> tuple[Tensor, Tensor]:
+    """The base and the view, of global shapes and without values."""
+    meta = torch.empty(view.base.__dict__["_spec"].shape, device="meta")
+    with disabled():
+        args, kwargs = with_base(view.base, meta, view.args, view.kwargs)
+        return meta, tensors_in(view.func(*args, **kwargs))[view.index]
+
+
 def _slices(view: View, t: Tensor) -> tuple[Any, ...] | None:
     """The index with which ``base[index]`` is the view, read off its strides; None where no index with slices is."""
     base = view.base.__dict__["_spec"]
-    meta = torch.empty(base.shape, device="meta")
-    with disabled():
-        args, kwargs = with_base(view.base, meta, view.args, view.kwargs)
-        made = tensors_in(view.func(*args, **kwargs))[view.index]
+    meta, made = _on_meta(view)
     starts, left = [], made.storage_offset()
     for n, stride in zip(base.shape, meta.stride(), strict=True):
         starts.append(left // stride if n > 1 else 0)

@@ -61,12 +61,14 @@ def _retyped(x: Arg, dtype: torch.dtype) -> Rule:
     return moved(x, [*x.letters[:-1], "last"], whole=[x.letters[-1], "last"], sizes={"last": last}, linear=False)
 
 
-@rule("flatten", "ravel")
+@rule("flatten")
 def flatten(x: Arg, start_dim: int = 0, end_dim: int = -1) -> Rule:
     """Dims from start to end become one."""
     if x.ndim == 0:
         return reshaped(x, [1])
     s, e = x.dim(start_dim), x.dim(end_dim)
+    if s == e:  # PyTorch returns the tensor itself
+        return moved(x, x.letters)
     return reshaped(x, [*x.shape[:s], math.prod(x.shape[s : e + 1]), *x.shape[e + 1 :]])
 
 
@@ -263,9 +265,10 @@ def roll(x: Arg, shifts: Any, dims: Any = None) -> Rule:
 @rule("rot90")
 def rot90(x: Arg, k: int = 1, dims: Sequence[int] = (0, 1)) -> Rule:
     """The plane that turns stays whole."""
-    a, b = x.letters[dims[0]], x.letters[dims[1]]
-    turned = {a: b, b: a} if k % 2 else {}
-    return moved(x, [turned.get(f, f) for f in x.letters], whole=[a, b])
+    a, b = map(x.dim, dims)
+    plane = x.letters[a], x.letters[b]
+    turned = {a: plane[1], b: plane[0]} if k % 2 else {}
+    return moved(x, put(x.letters, turned), whole=plane)
 
 
 def _triangle(op: Callable[..., Tensor]) -> Callable[..., Rule]:
@@ -336,6 +339,7 @@ def _as_real(x: Tensor) -> Tensor:
 
 lines({
     # Factors that both shapes have at the same place may be split.
+    "ravel": lambda x: reshaped(x, [math.prod(x.shape)]),
     "reshape _reshape_alias": lambda x, *shape: reshaped(x, flat_ints(shape)),
     # The other tensor only lends its shape, and its splits where they fit.
     "expand_as": lambda x, other: _expanded(x, other.shape, other),
