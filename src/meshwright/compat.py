@@ -118,6 +118,10 @@ PRIVATE: dict[str, tuple[str, str]] = {
         "saved tensors of stored parameters",
     ),
     "RecordFunctionFast": ("torch._C._profiler._RecordFunctionFast", "profiles"),
+    "preserve_version_counter": (
+        "torch.autograd.grad_mode._unsafe_preserve_version_counter",
+        "copies of views that get another history and the same value",
+    ),
     "profiler_enabled": ("torch._C._autograd._profiler_enabled", "profiles of simulated ranks"),
     "push_saved_tensors_default_hooks": (
         "torch._C._autograd._push_saved_tensors_default_hooks",

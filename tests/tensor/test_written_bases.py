@@ -176,3 +176,36 @@ def test_a_gradient_of_a_view_whose_base_was_written(used: bool) -> None:
         assert (got is None) == (want is None)
         if used:
             torch.testing.assert_close(got, want)
+
+
+REWRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "row": lambda y, x: y[5].mul_(x[0]),
+    "rows": lambda y, x: y[4:].mul_(x[0]),
+    "twice": lambda y, x: y[4:].mul_(2).tanh_(),
+    "saved": lambda y, x: y[4:].exp_(),
+    "view": lambda y, x: y.view(2, 14).mul_(2),
+    "part of a copy": lambda y, x: (c := y[4:], c[:, 1:].sin_())[0],
+    "+=": lambda y, x: (y.__setitem__(5, y[5].add_(x[0])), y[5])[1],
+}
+
+
+@pytest.mark.parametrize("name", REWRITES)
+def test_a_gradient_of_a_base_that_was_written_through_a_copy(name: str) -> None:
+    """What a copy is used for after a write to it is part of the gradient of its base, as of its history."""
+
+    def gradients(mesh: mw.Mesh | None) -> list[Any]:
+        x: Any = torch.arange(28, dtype=torch.float64).view(7, 4) / 28
+        if mesh is not None:
+            x = mw.shard_tensor(x, mesh, {"a": mw.Shard(0)})
+        y = x.requires_grad_() * 1
+        v = REWRITES[name](y, x)
+        loss = (y * 2).sum() + (v * v).sum()
+        made = [*torch.autograd.grad(loss, [x, y], create_graph=True)]
+        made.append(torch.autograd.grad((made[0] ** 2).sum(), x)[0])
+        return made if mesh is None else [mw.unshard(g) for g in made]
+
+    for ranks in (2, 3):
+        mesh = mw.Mesh({"a": ranks})
+        for got in mw.simulate(lambda: gradients(mesh), mesh):  # noqa: B023
+            for a, b in zip(got, gradients(None), strict=True):
+                torch.testing.assert_close(a, b)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..compat import outside_modes
+from .. import compat
 from ..errors import DispatchError
 from ..layout import MarkedSpec, marked, marks_of
 from ..local_tensor import Sharing, as_plain, same_storage, shared_memory, storage_of, version_of
@@ -43,6 +43,8 @@ class View:
     ``pieces``: all that the call made, itself included: parts of the base that do not overlap.
     ``apart``: a copy on this rank alone, maybe, as its part does not lie in memory as a view needs.  To bring writes to
     its base could take communication, which the other ranks would know nothing of: they are refused.
+    ``rewritten``: it was written to with gradients on, and the base has its history from it: the next use of the copy
+    makes it anew, so that its gradients flow through the base, as they do on one device.
     ``turned``: how often the base was turned in place (``t_``, ``unsqueeze_``) when the copy was made: afterwards the
     call makes another view of it.
     """
@@ -61,6 +63,7 @@ class View:
     pieces: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     apart: bool = False
     turned: int = 0
+    rewritten: bool = False
 
 
 def view_of(t: Tensor) -> View | None:
@@ -181,8 +184,9 @@ def count_write(t: Tensor | None) -> None:
 
 def before(plan: CallPlan, tensors: Sequence[Tensor], call: Call) -> None:
     """Bring the copies among the arguments of a call up to date, and refuse writes that autograd refuses."""
+    target = tensors[0] if plan.op.inplace else None
     for t in tensors:
-        refresh(t, call)
+        refresh(t, call, target)
     if plan.op.inplace:
         refuse_leaf(tensors[0])
         if plan.op.turns and (view := view_of(tensors[0])) is not None:
@@ -259,15 +263,23 @@ def _overlaps(t: Tensor) -> bool:
     return False
 
 
-def refresh(t: Tensor, call: Call) -> None:
-    """Make a copy anew where its base was written since."""
+def refresh(t: Tensor, call: Call, target: Tensor | None = None) -> None:
+    """Make a copy anew where its base was written since.
+
+    ``target``: of the write that ``t`` is for, if any, from which its base gets its history anew in any case.
+    """
     view = view_of(t)
     if view is None or view.writing:
         return
-    refresh(view.base, call)
+    refresh(view.base, call, target)
     now = _version(view.base)
-    if view.alias or (now is not None and now == view.version):
+    if view.alias:
         return
+    if now is not None and now == view.version:
+        if view.rewritten and torch.is_grad_enabled() and t is not target and view.base is not target:
+            _take_history(t, view, call)
+        return
+    view.rewritten = False
     _refuse_unknown(view)
     with torch.set_grad_enabled(view.recorded and not (t.is_leaf and t.requires_grad)), _unseen():
         made = tensors_in(call(view.func, view.args, view.kwargs))[view.index]
@@ -279,13 +291,24 @@ def refresh(t: Tensor, call: Call) -> None:
     view.version = now
 
 
+def _take_history(t: Tensor, view: View, call: Call) -> None:
+    """Have the gradients of a copy flow through its base, which has its value from the copy."""
+    view.rewritten = False
+    with _unseen():
+        made = tensors_in(call(view.func, view.args, view.kwargs))[view.index]
+        # The values are those that autograd may have saved of the copy.
+        with disabled(), compat.preserve_version_counter(t):
+            _replace(t, made)
+            t.__dict__.pop("_memo", None)
+
+
 @contextmanager
 def _unseen() -> Iterator[None]:
     """A checkpoint finds the copy up to date when it runs its block again: it sees no run bring it there."""
     if not saving():
         yield
         return
-    with torch.autograd.graph.saved_tensors_hooks(_same, _same), outside_modes():
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same), compat.outside_modes():
         yield
 
 
@@ -358,6 +381,7 @@ def write_through(t: Tensor, call: Call) -> None:
                 call(_writer(op_name(view.func)), (view.base, t, view.func, args, kwargs, view.index), {})
         finally:
             view.writing = False
+        view.rewritten = torch.is_grad_enabled() and t.requires_grad and not view.base.is_leaf
         # What was written to one piece left the others as they are: to make them anew would be a write to them.
         now = _version(view.base)
         for piece in [p for p in view.pieces if p is view or p.version == version]:
