@@ -8,7 +8,7 @@ hours for three-way meetings of this table.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations, islice
 from typing import Any
 
@@ -16,7 +16,7 @@ import covertable
 import numpy as np
 
 from .factors import DEFAULTS, FACTORS, MESHES, Case
-from .limits import APART, REFUSED, Values, meets
+from .limits import APART, REFUSED, Refusal, Values, meets
 
 # How many times as long a case takes.
 PRICES = {
@@ -141,6 +141,29 @@ def array(strength: int, salt: str) -> Iterator[Case]:
         values = {n: list(FACTORS[n])[i] for n, i in zip(names, index, strict=True)}
         tries = ({**DEFAULTS, "mode": mode, **values} for mode in FACTORS["mode"])
         yield from islice((made for made in tries if not any(meets(made, when) for when in never)), 1)
+
+
+def refused_cases(row: Refusal, salt: str, factors: Iterable[str] = FACTORS) -> Iterator[Case]:
+    """Cases that a refusal is about, in which each value of the other factors is met once, where it may be."""
+    others = [r.when for r in (*APART, *(r for r in REFUSED if r.always)) if r is not row]
+    chosen = {n: v for n, v in FACTORS.items() if n in factors and n not in row.when}
+    draw = random.Random(salt)
+    refused = {n: (v,) if isinstance(v, str) else v for n, v in row.when.items()}
+    left = [(name, value) for name, values in chosen.items() for value in values]
+    draw.shuffle(left)
+    failed = 0
+    while left and failed < 20:  # draws of refused values beside which none of the others may stand
+        made, added = {**DEFAULTS, **{n: draw.choice(v) for n, v in refused.items()}}, list[tuple[str, str]]()
+        for name, value in left:
+            tried = {**made, name: value}
+            if all(n != name for n, _ in added) and not any(meets(tried, when) for when in others):
+                made = tried
+                added.append((name, value))
+        if not added:
+            failed += 1
+            continue
+        left = [at for at in left if at not in added]
+        yield made
 
 
 def meetings(cases: list[Case], strength: int) -> set[tuple[tuple[str, str], ...]]:

@@ -13,10 +13,15 @@ from torch.utils import _device
 
 import meshwright.kernels as kernels
 from meshwright import torch_changes
+from meshwright.errors import PassError
 from meshwright.passes import agreement
-from meshwright.program.capture import build
+from meshwright.program.capture import build, micro_batches
+from meshwright.program.capture.loss_sums import MicroBatchWeight
+from meshwright.program.capture.loss_terms import LossTerms, Mixed
 from meshwright.program.capture.micro_batches import find_weight
 from meshwright.program.capture.partition import _Partition
+from meshwright.program.ir.loss_weight import LossWeight
+from meshwright.ranks import runtime
 from meshwright.shard.gradients.batches import SameBatches
 from meshwright.shard.initialization.replay import Replay
 
@@ -44,6 +49,36 @@ def _equal_counts(*args: Any) -> Any:
     found = find_weight(*args)
     weight = replace(found.weight, counted=False, mean=found.weight.weighs, function=())
     return replace(found, weight=weight)
+
+
+def _scalar_of_one_row(captured: Any, layouts: Any, *others: Any) -> Any:
+    """One row on this rank is taken for none: what mixes rows then mixes nothing."""
+    try:
+        return find_weight(captured, layouts, *others)
+    except PassError:
+        mesh = next(iter(layouts.values())).mesh
+        place = mesh.coordinate(runtime.RT.rank)
+        rows = [layouts[s.node].local_shape(s.fake.shape, place)[0] for s in captured.sources
+                if s.node in layouts and s.fake.ndim]  # fmt: skip
+        if min(rows) > 1:
+            raise
+        return MicroBatchWeight(LossWeight(1.0, mean=True))
+
+
+@contextlib.contextmanager
+def _rows_by_index() -> Iterator[None]:
+    """A row that is picked by its index is like any other; so is what is computed with it and other rows."""
+    crossing = LossTerms._crossing
+
+    def accepted(self: LossTerms, node: Any, of: Any) -> Any:
+        terms = crossing(self, node, of)
+        return of[node.all_input_nodes[0]] if isinstance(terms, Mixed) else terms
+
+    with (
+        mock.patch.object(micro_batches, "_check_places", return_value=None),
+        mock.patch.object(LossTerms, "_crossing", accepted),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -75,13 +110,16 @@ DEFECTS: dict[str, Defect] = {
     "decided by each rank": lambda: mock.patch.object(agreement, "_exchange", _NoExchange()),
     # Micro-batches: how many of the rows count is not asked.
     "counts of a loss are equal": lambda: mock.patch.object(build, "find_weight", _equal_counts),
-    "kernels without their guard": lambda: mock.patch.object(kernels, "_with_rows", lambda t: t),
+    "one row is no dim of rows": lambda: mock.patch.object(build, "find_weight", _scalar_of_one_row),
+    "rows are picked by an index": _rows_by_index,
+    "kernels without their guard": lambda: mock.patch.object(kernels, "_row_major", lambda t: t),
     "stand-ins by identity": _by_identity,
     "constructors forgotten": _forgotten,
     # A rank that left a batch out.
     "batches are not counted": lambda: mock.patch.object(SameBatches, "judge", return_value=None),
     "gradients of what ops see": lambda: mock.patch.object(_Partition, "_differentiable", lambda self, value: value),
 }
+OF_REFUSALS = ("one row is no dim of rows", "rows are picked by an index")  # what is then accepted is in no array
 
 
 def first_found(defect: str, cases: Iterable[Case]) -> tuple[int, Case, Verdict] | None:
@@ -94,4 +132,4 @@ def first_found(defect: str, cases: Iterable[Case]) -> tuple[int, Case, Verdict]
     return None
 
 
-__all__ = ["DEFECTS", "first_found"]
+__all__ = ["DEFECTS", "OF_REFUSALS", "first_found"]

@@ -155,7 +155,7 @@ REFUSED = [
         "hooks of parameters, backward hooks of modules | an error",
     ),
     Refusal(
-        {"mode": (*CAPTURED, *BY_HAND), "context": "tensor hook"},
+        {"mode": CAPTURED, "context": "tensor hook"},
         "calls Tensor.register_hook",
         "program.md",
         "hooks of tensors, of `grad_fn`",
@@ -193,6 +193,13 @@ REFUSED = [
         always_merged=False,
     ),
     *of_micro_batches({"context": "function"}, "as it has no rule", _NO_RULE, _NO_RULE),
+    Refusal(
+        {**MERGED, "mesh": "cp=2"},
+        "pass rows_dim= to GradientMerge",
+        "gradient-merge.md",
+        "A loss that mixes one of both dims then raises",
+        always=False,
+    ),
     Refusal(
         {"mode": "pipeline", "storage": ("fsdp", "fsdp, kept", "fsdp and on")},
         "do not send the same values between stages",

@@ -13,8 +13,8 @@ import pytest
 from tests.conftest import SALT
 
 from . import judge as judges
-from .arrays import array, meetings
-from .broken import DEFECTS, first_found
+from .arrays import array, meetings, refused_cases
+from .broken import DEFECTS, OF_REFUSALS, first_found
 from .factors import DEFAULTS, FACTORS, Case, case, short
 from .judge import BAD, Verdict, judge, script, shrink
 from .limits import APART, REFUSED, Refusal, known, meets
@@ -82,11 +82,21 @@ def test_what_is_refused_is_promised_and_refused(row: Refusal) -> None:
     text = " ".join((DOCS / row.page).read_text().split())
     assert " ".join(row.promise.split()) in text
     if row.always:
-        choices = [[(k, v) for v in ((vs,) if isinstance(vs, str) else vs)] for k, vs in row.when.items()]
-        for values in [dict(c) for c in itertools.product(*choices)][:3]:
-            verdict = judge(case(**values))
-            assert verdict.kind == "refused", (values, verdict)
+        cases = list(refused_cases(row, "", ("rows",)))  # a refusal is forgotten first for parts of another size
+        assert len(cases) > 2
+        for made in cases:
+            verdict = judge(made)
+            assert verdict.kind == "refused", (short(made), verdict)
             assert row.says
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("row", [r for r in REFUSED if r.always], ids=lambda r: r.promise)
+def test_what_is_refused_is_refused_beside_every_value(row: Refusal) -> None:
+    for made in refused_cases(row, os.environ[SALT]):
+        verdict = judge(made)
+        assert verdict.kind == "refused", script(made, verdict)
 
 
 # ------------------------------------------------------------------------------------------ of the judge
@@ -122,7 +132,8 @@ def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_pairs_find_what_was_wrong_once(defect: str) -> None:
-    found = first_found(defect, PAIRS)
+    refused = [made for row in REFUSED if row.always for made in refused_cases(row, "")]
+    found = first_found(defect, [*refused, *PAIRS] if defect in OF_REFUSALS else PAIRS)
     assert found is not None
 
 
