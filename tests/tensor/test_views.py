@@ -346,6 +346,31 @@ def test_flatten_of_one_dim_is_the_tensor_itself(p: Any) -> None:
     same(run, (r(5, 3).requires_grad_(), (p,)))
 
 
+STAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cpu": lambda x: x.cpu(),
+    "word": lambda x: x.to("cpu"),
+    "device": lambda x: x.to(torch.device("cpu")),
+    "dtype": lambda x: x.to(torch.float64),
+    "both": lambda x: x.to("cpu", torch.float64),
+    "named": lambda x: x.to(device="cpu"),
+    "like": lambda x: x.to(x),
+    "double": lambda x: x.double(),
+}
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (5, 1), (1, 1), (3, 4)])
+@pytest.mark.parametrize("p", [S0, S1, R])
+@pytest.mark.parametrize("move", STAYS)
+def test_what_stays_on_its_device_is_written_to(move: str, p: Any, shape: tuple[int, ...]) -> None:
+    """A sharded dim of one row is brought elsewhere by it; a write to the result reaches the tensor all the same."""
+
+    def run(x: Tensor) -> list[Tensor]:
+        STAYS[move](x).mul_(2)
+        return [x * 1.0]
+
+    same(run, (r(*shape), (p,)))
+
+
 @pytest.mark.parametrize("turn", [lambda y: y.unsqueeze_(0), lambda y: y.t_(), lambda y: y.transpose_(0, 1)])
 def test_a_view_that_is_a_copy_is_not_turned_in_place(turn: Any) -> None:
     """What is written to it afterwards would not reach its base."""

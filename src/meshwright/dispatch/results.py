@@ -116,6 +116,17 @@ def remember(kind: Any, result: Result) -> None:
         _TOLD.keep(kind, (tuple([dtype for _, dtype in result.outputs]), result.views))
 
 
+_SAID = (), (str,)  # of ``to``, words are devices
+
+
+def on_meta(func: Any, args: Args, kwargs: Kwargs, device: str) -> tuple[Any, Args, Kwargs]:
+    """A call on this device as the same on meta tensors: what stays where it is stays there."""
+    name = getattr(func, "__name__", "")
+    kwargs = {k: "meta" if k == "device" or isinstance(v, torch.device) else v for k, v in kwargs.items()}
+    args = tuple("meta" if isinstance(a, (torch.device, *_SAID[name == "to"])) else a for a in args)
+    return (Tensor.to, (args[0], "meta"), {}) if name == device else (func, args, kwargs)  # x.cpu() is x
+
+
 def ask(func: Any, specs: Sequence[Spec], args: Args, kwargs: Kwargs) -> Result:
     """PyTorch's answer, from a run on meta tensors."""
     given: list[Tensor] = []
@@ -128,8 +139,7 @@ def ask(func: Any, specs: Sequence[Spec], args: Args, kwargs: Kwargs) -> Result:
     try:
         with disabled(), torch.no_grad(), warnings.catch_warnings(), disable_current_modes():
             warnings.simplefilter("ignore")
-            kwargs = {k: "meta" if k == "device" or isinstance(v, torch.device) else v for k, v in kwargs.items()}
-            args = tuple("meta" if isinstance(a, torch.device) else a for a in args)
+            func, args, kwargs = on_meta(func, args, kwargs, specs[0].mesh.device)
             made = func(*map_tensors(args, meta), **map_tensors(kwargs, meta))
             return _described(made, specs, given)
     except NotImplementedError:

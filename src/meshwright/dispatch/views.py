@@ -26,6 +26,7 @@ from .binding import Args, Kwargs
 from .calls import disabled, op_name, saving, tensors_in
 from .leaves import propagate_type_to_base, resolve_types
 from .plans import CallPlan, written_spec
+from .results import on_meta
 
 Tensor = torch.Tensor
 _MOST_WRITES = 4096  # addresses to count by
@@ -409,9 +410,10 @@ def _writer(name: str) -> Internal:
 def _on_meta(view: View) -> tuple[Tensor, Tensor]:
     """The base and the view, of global shapes and without values."""
     meta = torch.empty(view.base.__dict__["_spec"].shape, device="meta")
+    device = view.base.__dict__["_spec"].mesh.device
     with disabled():
-        args, kwargs = with_base(view.base, meta, view.args, view.kwargs)
-        return meta, tensors_in(view.func(*args, **kwargs))[view.index]
+        func, args, kwargs = on_meta(view.func, *with_base(view.base, meta, view.args, view.kwargs), device)
+        return meta, tensors_in(func(*args, **kwargs))[view.index]
 
 
 def _slices(view: View, t: Tensor) -> tuple[Any, ...] | None:
