@@ -34,7 +34,7 @@ OTHER: dict[str, Callable[[Tensor], Tensor]] = {
 def index_of(func: Any, shape: tuple[int, ...]) -> tuple[Any, Tensor]:
     """What is read off the strides of a view, and what it is a view of."""
     base = torch.arange(1.0, 1.0 + torch.Size(shape).numel()).reshape(shape)
-    base.__dict__["_spec"] = SimpleNamespace(shape=shape, ndim=len(shape))
+    base.__dict__["_spec"] = SimpleNamespace(shape=shape, ndim=len(shape), mesh=SimpleNamespace(device="cpu"))
     return _slices(View(base, func, (base,), {}, 0, None, False, False), base), base
 
 

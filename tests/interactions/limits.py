@@ -227,13 +227,6 @@ REFUSED = [
         "hooks of tensors, of `grad_fn`",
     ),
     Refusal(
-        {"layouts": "planned"},
-        "neighbours of a variable would be joined",
-        "planner.md",
-        "Values that many ops share (tied or added weights, penalties) on two or three axes: `PlanError`",
-        always=False,
-    ),
-    Refusal(
         {**PIPELINE, "loader": ("shard_dataloader", "dataset"), "rows": but("rows", "even")},
         "cannot be cut into",
         "pipeline.md",

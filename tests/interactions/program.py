@@ -82,7 +82,8 @@ class Net(nn.Module):
 
     def hook_parameters(self) -> None:
         """Hooks that no copy of the model has, if the case has them."""
-        for p in self.parameters() if self.made["context"] == "hook after gradients" else ():
+        hooked = [p for p in self.parameters() if p.requires_grad]
+        for p in hooked if self.made["context"] == "hook after gradients" else ():
             p.register_post_accumulate_grad_hook(_halve)
 
     def constrained(self, h: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from ...ranks import runtime
 from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
 from ...tensor import DistTensor, accumulates, beside_slot, stash_assigned_grad, wrap
-from ..parameters.stored import on_host, stored
+from ..parameters.stored import UNSHARDED, on_host, stored
 from .backward import Backward, begin, call_after
 from .batches import SameBatches
 from .buckets import Buckets
@@ -298,7 +298,10 @@ class GradSync:
             elif reached:
                 call_after(p)
             return
-        reached = (self.backward().complete(p) or reached) if i in self.apart else True
+        if i in self.apart:
+            reached = self.backward().complete(p) or reached
+        elif stored(p) is UNSHARDED:  # a leaf of its own, where PyTorch calls hooks as we do
+            reached = True
         if self.enabled:
             self.backward().ready(i, reached)
         elif reached:
