@@ -93,6 +93,7 @@ APART = [
         "precision.md: simulated ranks share PyTorch's cache of casts, and round a weight's two uses otherwise",
     ),
     Apart({"context": "reentrant checkpoint", "loss": "gradient penalty"}, "PyTorch refuses it"),
+    Apart({"context": "hook after gradients", "loss": "gradient penalty"}, "the same: a parameter is not used"),
     Apart(
         {"block": ("attention", "heads innermost", "rotary", "documents"), "loss": "gradient penalty"},
         "PyTorch's kernel has no second derivative",
