@@ -665,3 +665,59 @@ def test_a_shape_that_is_new_to_some_ranks_alone() -> None:
         optimizer.step()
     for weight in found:
         torch.testing.assert_close(weight, model.weight.detach())
+
+
+class AddedWeights(nn.Module):
+    """A parameter that is used alone and added to another one: autograd gives both one gradient, and copies it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.full((4, 4), 0.3, dtype=torch.float64))
+        self.delta = nn.Parameter(torch.full((4, 4), 0.1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.first) @ (self.first + self.delta)
+
+
+def halve(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.mul_(0.5)
+
+
+def clamp(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.clamp_(-0.1, 0.1)
+
+
+def replace(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad = p.grad * 0.5
+
+
+@pytest.mark.parametrize("hook", [halve, clamp, replace])
+def test_a_copied_gradient_is_written_to_alone(hook: Callable[[Tensor], None]) -> None:
+    """A hook that writes to the copy of a shared gradient does not reach the gradient that was copied."""
+    x = torch.arange(8.0, dtype=torch.float64).reshape(2, 4) / 8
+
+    def run(captured: bool) -> list[Tensor]:
+        model = AddedWeights()
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(hook)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(batch: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(batch).square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        mesh = mw.Mesh({"dp": 1})
+        taken: Any = capture_local(step, mesh, model=model, optimizer=optimizer, batch=x) if captured else step
+        for _ in range(2):
+            taken(x)
+        return [p.detach().clone() for p in model.parameters()]
+
+    (found,) = mw.simulate(lambda: run(True), mw.Mesh({"dp": 1}))
+    for a, b in zip(found, run(False), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-14)

@@ -133,7 +133,7 @@ class _Functional:
             return self.order[user] > at
 
         for old, new in zip(targets, values, strict=True):
-            if old.target in _EMPTY and new is node.args[1] and not info_of(new).grad_of:
+            if old.target in _EMPTY and node.target is aten.copy_.default and not info_of(new).grad_of:
                 # Where autograd copies a gradient that two parameters share, what it copies is the gradient.
                 annotate(new, grad_of=info_of(old).grad_of)
                 annotate(old, grad_of=())
@@ -160,10 +160,12 @@ class _Functional:
     def _values(self, node: fx.Node, targets: list[Any]) -> list[fx.Node] | None:
         """What the targets are after the write, as nodes that come before it."""
         if node.target is aten.copy_.default:
-            source = node.args[1]
-            if isinstance(source, fx.Node) and self._same(source, targets[0]) and not self._written_later(source, node):
-                return [source]
-            return None
+            source, target = node.args[1], targets[0]
+            if not isinstance(source, fx.Node) or not self._same(source, target) or self._written_later(source, node):
+                return None
+            # What is written to the copy is not written to what was copied, where that is read again.
+            both = self._written_later(target, node) and self._read_later(source, node)
+            return [self._copied(node, source, target) if both else source]
         one = _SINGLE.get(node.target)
         if one is not None:
             return [self._one(node, one, i, t) for i, t in enumerate(targets)]
@@ -182,6 +184,13 @@ class _Functional:
             self._new(item, old)
         annotate(made, value=tuple(value_of(item) for item in items))
         return items
+
+    def _copied(self, node: fx.Node, source: fx.Node, target: fx.Node) -> fx.Node:
+        with self.graph.inserting_before(node):
+            made = call(self.graph, aten.clone.default, (source,), info_of(node))
+        self.order[made] = self.order[node] - 0.5
+        self._new(made, target)
+        return made
 
     def _one(self, node: fx.Node, target: Any, i: int, of: fx.Node) -> fx.Node:
         """What a write to many does to the i-th of them."""
@@ -214,6 +223,11 @@ class _Functional:
                 if any(self.order[u] > self.order[write] and own & written(u) for u in alias.users):
                     return True
         return False
+
+    def _read_later(self, source: fx.Node, write: fx.Node) -> bool:
+        """Whether the memory of ``source`` is read after the write that copies it."""
+        at = self.order[write]
+        return any(self.order[u] > at for s in storages(source) for alias in self.aliases[s] for u in alias.users)
 
     @staticmethod
     def _keeps_dtype(node: fx.Node, target: fx.Node) -> bool:
