@@ -211,7 +211,8 @@ def test_values_that_too_many_ops_share_are_planned(monkeypatch: pytest.MonkeyPa
     mesh = mw.Mesh({"dp": 2, "tp": 2})
     exact = planned("gpt", mesh=mesh)
     assert exact.to_dict()["proven"] is True
-    monkeypatch.setattr("meshwright.planner.solve._MOST", 1 << 16)
+    for module in ("solve", "narrow"):
+        monkeypatch.setattr(f"meshwright.planner.{module}._MOST", 1 << 16)
     found = planned("gpt", mesh=mesh)
     assert found.to_dict()["proven"] is False
     assert "layouts are the cheapest that were found" in str(found)

@@ -186,6 +186,7 @@ def test_tables_that_do_not_fit_are_refused() -> None:
 
 def test_without_tables_that_are_too_large_little_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Joins of 60 entries at most: what is found is possible, and mostly the optimum."""
+    monkeypatch.setattr("meshwright.planner.narrow._MOST", 60)
     monkeypatch.setattr("meshwright.planner.solve._MOST", 60)
     optimal = inexact = 0
     for seed in range(60):

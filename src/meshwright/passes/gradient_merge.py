@@ -250,7 +250,7 @@ class Merge:
         read = ancestors([*unsent.values()])
         found: dict[fx.Node, int] = {}
         for node, at in unsent.items():
-            if not read.isdisjoint(_to_gradient(at, node)[1:]):
+            if not read.isdisjoint(_to_gradient(at, node)):
                 at = node
             if self.seeded:
                 at = next((n for n in _equivalent_cuts(at) if self._lies(n) is not None), at)
@@ -307,13 +307,12 @@ class Merge:
 
     def _lies(self, node: fx.Node) -> Spec | None:
         """How a gradient lies where micro-steps add it up: Partial where it is summed over ranks behind that."""
-        axes, chain = set[str](), _to_gradient(node)
-        for at in chain[1:]:
+        axes, at = set[str](), node
+        for at in _to_gradient(node):
             added = at.target is aten.add.Tensor and all(_shape(n) == _shape(at) for n in at.all_input_nodes)
             if at.target not in COLLECTIVES and at.target not in _IN_ORDER and not added:
                 return None  # a transposition, say: of a square matrix no shape would tell it
             axes |= set(str(at.args[-2]).split(",")) if is_sum(at) else set()
-        at = chain[-1]
         spec, mesh = info_of(at).grad_of[0][1], self.program.mesh
         layout = spec.layout
         for name in axes:
@@ -496,18 +495,17 @@ class Merge:
         return replace(program, inputs=(*program.inputs, Input("flush_scale", "hyper")))
 
 
-def _to_gradient(node: fx.Node, gradient: fx.Node | None = None) -> list[fx.Node]:
-    """What is summed over micro-steps, and what it becomes behind linear ops, up to the (next) gradient."""
-    chain = [node]
-    while chain[-1] is not gradient if gradient is not None else not info_of(chain[-1]).grad_of:
-        (user,) = chain[-1].users
-        chain.append(user)
-    return chain
+def _to_gradient(node: fx.Node, gradient: fx.Node | None = None) -> Iterator[fx.Node]:
+    """What a node that is summed over micro-steps becomes behind linear ops, up to the (next) gradient."""
+    while node is not gradient if gradient is not None else not info_of(node).grad_of:
+        (node,) = node.users
+        yield node
 
 
 def _names(node: fx.Node) -> list[str]:
     """Parameters whose gradient a node is, or becomes behind linear ops."""
-    return [name for name, _ in info_of(_to_gradient(node)[-1]).grad_of]
+    *_, gradient = node, *_to_gradient(node)
+    return [name for name, _ in info_of(gradient).grad_of]
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

@@ -111,7 +111,7 @@ def _separate(edit: Edit, homes: Mapping[str, int]) -> None:
 
 def _shared(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Of a gradient, the values with other users that are added up to it, each with what reads it."""
-    if node.target in (aten.add.Tensor, *_KEPT) or is_sum(node):
+    if node.target in (aten.add.Tensor, *_KEPT) or node.target in COLLECTIVES:
         for value in node.all_input_nodes:
             if of_forward(value) or value.op != "call_function":
                 continue

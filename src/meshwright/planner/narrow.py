@@ -17,6 +17,7 @@ from .solve import NEVER, Elimination, Optimum, Problem, TooWide, solve
 
 _FEW = (16, 8, 4, 2, 1, 0)  # values of each hub at first; the first number that is not too large
 _ROUNDS = 4
+_MOST = 1 << 20  # entries of a joined table: many problems are solved, each in milliseconds
 
 
 def cheapest(problem: Problem) -> Optimum:
@@ -63,7 +64,7 @@ def _hubs(problem: Problem, error: TooWide) -> list[int]:
     """Variables without which no table is too large."""
     hubs: dict[int, list[int]] = {}
     while len(hubs) < len(problem.sizes):
-        run = Elimination(problem.restricted(hubs))
+        run = Elimination(problem.restricted(hubs), _MOST)
         wide = _too_wide(run)
         if wide is None:
             return list(hubs)
@@ -112,7 +113,7 @@ def _bounds(problem: Problem, v: int) -> np.ndarray[tuple[int], np.dtype[np.int6
 
 def _solved(problem: Problem, domains: dict[int, list[int]]) -> Optimum:
     """The optimum for some of the values of some variables, as values of the problem itself."""
-    found = solve(problem.restricted(domains))
+    found = solve(problem.restricted(domains), _MOST)
     values = tuple(domains[v][k] if v in domains else k for v, k in enumerate(found.values))
     return replace(found, values=values, exact=False)
 

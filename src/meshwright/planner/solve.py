@@ -161,14 +161,17 @@ class TooWide(PlanError):
     """Tables that have to be joined are too large."""
 
 
-def solve(problem: Problem) -> Optimum:
+def solve(problem: Problem, most: int | None = None) -> Optimum:
     """The cheapest assignment, exactly.
+
+    Args:
+        most: entries of a table that is joined; None: as many as fit in half a gigabyte.
 
     Raises:
         TooWide: If tables that have to be joined are too large.
         PlanError: If no assignment costs less than ``NEVER``.
     """
-    run = Elimination(problem)
+    run = Elimination(problem, most)
     while run.left:
         run.eliminate(run.next())
     values = run.values()
@@ -182,8 +185,8 @@ def solve(problem: Problem) -> Optimum:
 class Elimination:
     """Variables that are eliminated one after the other, and how each is found again."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.tables = problem, problem.tables
+    def __init__(self, problem: Problem, most: int | None = None) -> None:
+        self.problem, self.tables, self.most = problem, problem.tables, _MOST if most is None else most
         self.of: list[dict[Scope, Prices]] = [{} for _ in problem.sizes]
         self.left = dict.fromkeys(v for v, n in enumerate(problem.sizes) if n > 1)
         for scope, table in problem.factors.items():
@@ -241,9 +244,9 @@ class Elimination:
         """Replace a variable by a table over its neighbours."""
         around = self._neighbours(v)
         scope = (*around, v)
-        if self.entries(v) > _MOST:
+        if self.entries(v) > self.most:
             raise TooWide(
-                f"solve: {len(around)} neighbours of a variable would be joined in one table of more than {_MOST} "
+                f"solve: {len(around)} neighbours of a variable would be joined in one table of more than {self.most} "
                 "entries. Take fewer axes, or fix= some layouts."
             )
         place = {w: i for i, w in enumerate(scope)}
