@@ -328,6 +328,9 @@ class Captured(Training):
             passes.append(f"pipeline:micro_batches={micro},schedule={made['schedule']}")
         elif micro > 1:
             passes.append(f"gradient-merge:k_steps={micro}")
+            axes = program.shared_axes(made)
+            if made["inputs"] == "sequence first" and ("cp" in axes or "dp" not in axes):
+                passes[-1] += ",rows_dim=1"  # else the first dim has the rows; over dp alone it is seen
         example = turned(made, program.batches(made)[0][0])
         try:
             self.compiled = self._compile(example, passes, again)
