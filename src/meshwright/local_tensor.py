@@ -234,6 +234,16 @@ def bare(t: Tensor) -> Tensor:
         return local
 
 
+def is_dense(shape: Sequence[int], strides: Sequence[int], gaps: bool = False) -> bool:
+    """Whether each element has a place of its own, with nothing (or, with ``gaps``, something) between them."""
+    end = 1
+    for step, n in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
+        if step < end or (step > end and not gaps):
+            return 0 in shape
+        end = end + (n - 1) * step if gaps else end * n
+    return True
+
+
 def span_of(t: Tensor) -> int:
     """Elements of memory from the first to the last one of a tensor."""
     return 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
@@ -250,6 +260,7 @@ __all__ = [
     "data_of",
     "distributed",
     "get_grad",
+    "is_dense",
     "is_sparse",
     "mine",
     "moved",

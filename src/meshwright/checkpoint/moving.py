@@ -239,33 +239,40 @@ def _new(
 ) -> tuple[Firsts, dict[str, Spec]]:
     """How new tensors lie."""
     matched = matching(layouts, firsts, "tensor that moves")
+    last = {n: glob for glob, names in matched.items() for n in names}  # a later glob overrides an earlier one
+    place = {glob: i for i, glob in enumerate(matched)}
+    tied: dict[str, list[str]] = {}
+    for n, first in firsts.items():
+        tied.setdefault(first, []).append(n)
     made = {}
     for name, spec in specs.items():
-        globs = [g for g, names in matched.items() if any(firsts[n] == name for n in names)]
-        layout = Layout(mesh, layouts[globs[-1]] if globs else {}, ndim=len(spec.shape))
+        own = {n: last[n] for n in tied[name] if n in last}
+        winner = max(own, key=lambda n: place[own[n]], default=None)
+        layout = Layout(mesh, {} if winner is None else layouts[own[winner]], ndim=len(spec.shape))
         made[name] = Spec(spec.shape, spec.dtype, layout)
-        _check_tied(name, firsts, layout, matched, layouts)
+        if winner is not None and len(own) > 1:
+            _check_tied(winner, own, layout, matched, layouts)
         if made[name].layout.partial:
             raise ShardError(f"move: {name} cannot be Partial: give Shard, Replicate or At")
     return firsts, made
 
 
 def _check_tied(
-    first: str, firsts: Firsts, layout: Layout, matched: Mapping[str, Sequence[str]], layouts: Mapping[str, Placements]
-) -> None:
-    """Raises ShardError where names of one tensor have different layouts.
+    winner: str, own: Mapping[str, str], layout: Layout, matched: Mapping[str, Sequence[str]],
+    layouts: Mapping[str, Placements],
+) -> None:  # fmt: skip
+    """Raises ShardError where names of one tensor have different layouts: globs of different names contradict each
+    other.
 
-    A later glob that matches the same name overrides an earlier one; globs of different names contradict each other.
+    Args:
+        winner: the name that says the layout; ``own``: each name with the last glob that matches it.
     """
-    last = {n: [g for g, names in matched.items() if n in names][-1:] for n, of in firsts.items() if of == first}
-    winner, *_ = sorted(last, key=lambda n: [*matched].index(last[n][0]) if last[n] else -1, reverse=True)
-    for name, globs in last.items():
-        for glob in globs:
-            if winner not in matched[glob] and Layout(layout.mesh, layouts[glob], ndim=layout.ndim) != layout:
-                raise ShardError(
-                    f"move: {name} and {winner} are one tensor (tied), and layouts= gives them {layouts[glob]!r} and "
-                    f"{layouts[last[winner][0]]!r}. Leave out one of {glob!r} and {last[winner][0]!r}."
-                )
+    for name, glob in own.items():
+        if winner not in matched[glob] and Layout(layout.mesh, layouts[glob], ndim=layout.ndim) != layout:
+            raise ShardError(
+                f"move: {name} and {winner} are one tensor (tied), and layouts= gives them {layouts[glob]!r} and "
+                f"{layouts[own[winner]]!r}. Leave out one of {glob!r} and {own[winner]!r}."
+            )
 
 
 def _paired(

@@ -116,14 +116,12 @@ def remember(kind: Any, result: Result) -> None:
         _TOLD.keep(kind, (tuple([dtype for _, dtype in result.outputs]), result.views))
 
 
-_SAID = (), (str,)  # of ``to``, words are devices
-
-
 def on_meta(func: Any, args: Args, kwargs: Kwargs, device: str) -> tuple[Any, Args, Kwargs]:
     """A call on this device as the same on meta tensors: what stays where it is stays there."""
     name = getattr(func, "__name__", "")
     kwargs = {k: "meta" if k == "device" or isinstance(v, torch.device) else v for k, v in kwargs.items()}
-    args = tuple("meta" if isinstance(a, (torch.device, *_SAID[name == "to"])) else a for a in args)
+    devices = (torch.device, str) if name == "to" else torch.device
+    args = tuple("meta" if isinstance(a, devices) else a for a in args)
     return (Tensor.to, (args[0], "meta"), {}) if name == device else (func, args, kwargs)  # x.cpu() is x
 
 

@@ -18,7 +18,7 @@ import torch
 from .. import compat
 from ..errors import DispatchError
 from ..layout import MarkedSpec, marked, marks_of
-from ..local_tensor import Sharing, as_plain, same_storage, shared_memory, storage_of, version_of
+from ..local_tensor import Sharing, as_plain, is_dense, same_storage, shared_memory, storage_of, version_of
 from ..operators import Internal
 from ..ranks import runtime
 from ..resharding import executor, planner
@@ -256,12 +256,7 @@ def _refuse_overlapping(view: View) -> None:
 
 def _overlaps(t: Tensor) -> bool:
     """Whether an element in memory is in several places of a view that a call makes of a contiguous tensor."""
-    end = 0  # of what the dims of smaller strides span
-    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
-        if size > 1 and stride <= end:
-            return True
-        end += (size - 1) * stride
-    return False
+    return not is_dense([max(n, 1) for n in t.shape], t.stride(), gaps=True)
 
 
 def refresh(t: Tensor, call: Call, target: Tensor | None = None) -> None:

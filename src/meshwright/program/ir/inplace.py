@@ -165,19 +165,18 @@ class _Functional:
                 return None
             # What is written to the copy is not written to what was copied, where that is read again.
             both = self._written_later(target, node) and self._read_later(source, node)
-            return [self._copied(node, source, target) if both else source]
+            return [self._before(node, aten.clone.default, (source,), target) if both else source]
         one = _SINGLE.get(node.target)
         if one is not None:
             return [self._one(node, one, i, t) for i, t in enumerate(targets)]
         target = counterpart(node.target)
         if target is None or not self._keeps_dtype(node, targets[0]):
             return None
+        if not isinstance(node.args[0], (list, tuple)):
+            return [self._before(node, target, node.args, targets[0], node.kwargs)]
         with self.graph.inserting_before(node):
             made = call(self.graph, target, node.args, info_of(node), node.kwargs)
             self.order[made] = self.order[node] - 0.5
-            if not isinstance(node.args[0], (list, tuple)):
-                self._new(made, targets[0])
-                return [made]
             items = [call(self.graph, operator.getitem, (made, i), info_of(node)) for i in range(len(targets))]
         for item, old in zip(items, targets, strict=True):
             self.order[item] = self.order[made]
@@ -185,20 +184,17 @@ class _Functional:
         annotate(made, value=tuple(value_of(item) for item in items))
         return items
 
-    def _copied(self, node: fx.Node, source: fx.Node, target: fx.Node) -> fx.Node:
-        with self.graph.inserting_before(node):
-            made = call(self.graph, aten.clone.default, (source,), info_of(node))
-        self.order[made] = self.order[node] - 0.5
-        self._new(made, target)
-        return made
-
     def _one(self, node: fx.Node, target: Any, i: int, of: fx.Node) -> fx.Node:
         """What a write to many does to the i-th of them."""
         args = tuple(a[i] if isinstance(a, (list, tuple)) else a for a in node.args)
+        return self._before(node, target, args, of, node.kwargs)
+
+    def _before(self, node: fx.Node, target: Any, args: Any, like: fx.Node, kwargs: Any = None) -> fx.Node:
+        """An op in front of a write, that gives what ``like`` looks like in memory of its own."""
         with self.graph.inserting_before(node):
-            made = call(self.graph, target, args, info_of(node), node.kwargs)
+            made = call(self.graph, target, args, info_of(node), kwargs)
         self.order[made] = self.order[node] - 0.5
-        self._new(made, of)
+        self._new(made, like)
         return made
 
     def _new(self, node: fx.Node, like: fx.Node) -> None:

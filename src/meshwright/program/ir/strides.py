@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ...collective import row_major
+from ...local_tensor import is_dense
 from ...operators import operator
 
 Tensor = torch.Tensor
@@ -21,16 +22,6 @@ Strides = tuple[int, ...]
 def same(shape: Sequence[int], a: Strides, b: Strides) -> bool:
     """Whether two strides mean the same places in memory."""
     return a == b or 0 in shape or all(x == y or n == 1 for n, x, y in zip(shape, a, b, strict=True))
-
-
-def is_dense(shape: Sequence[int], strides: Strides, gaps: bool = False) -> bool:
-    """Whether each element has a place of its own, with nothing (or, with ``gaps``, something) between them."""
-    end = 1
-    for step, n in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
-        if step < end or (step > end and not gaps):
-            return 0 in shape
-        end = end + (n - 1) * step if gaps else end * n
-    return True
 
 
 def dense(shape: Sequence[int], like: Strides) -> Strides:

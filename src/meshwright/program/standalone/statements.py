@@ -206,10 +206,8 @@ class Writer:
         args = self._arguments(node)
         if name == "_unsafe_view":
             name = "view"
-        if name in _METHODS and overload in ("default", "int") and plain | (name != "clone"):
-            own, *rest = args
-            return f"{own}.{name}({', '.join(rest)})"
-        if (name, overload) in _METHODS_OF and isinstance(node.args[0], fx.Node):
+        method = name in _METHODS and overload in ("default", "int") and plain | (name != "clone")
+        if method or ((name, overload) in _METHODS_OF and isinstance(node.args[0], fx.Node)):
             own, *rest = args
             return f"{own}.{name}({', '.join(rest)})"
         if name in _FUNCTIONS and overload in ("default", "Tensor", "dim_IntList", "dim", "self"):
